@@ -1,0 +1,83 @@
+"""Owns the memory a step travels in: a ring of pinned host slabs, their twins on the device, and the landing areas.
+
+A buffer belongs to one step from its launch until its landing; only then is it written again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
+
+
+class DeviceBatch:
+    """The arrays of ``HostBatch`` as int32 tensors on the device, under the same names."""
+
+    input_ids: Tensor
+    positions: Tensor
+    carry_slots: Tensor
+    slot_mapping: Tensor
+    row_slots: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    sample_rows: Tensor
+    out_slots: Tensor
+    table_index: Tensor
+    table_value: Tensor
+    param_slots: Tensor
+    param_values: Tensor
+
+    def __init__(self, slab: Tensor, shape: StepShape, bucket: Bucket) -> None:
+        fields, _ = layout(shape, bucket)
+        for name, (offset, dims) in fields.items():
+            setattr(self, name, slab[offset : offset + int(np.prod(dims))].view(dims))
+
+
+class IOBuffer:
+    """One host slab with its device twin, and room for the tokens that come back (int32, ``max_num_seqs``)."""
+
+    def __init__(self, shape: StepShape, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
+        self._shape = shape
+        self._limit = Bucket(max_num_tokens, max_num_seqs)
+        words = layout(shape, self._limit)[1]
+        pin = device.type == "cuda"
+        self.host_slab = torch.zeros(words, dtype=torch.int32, pin_memory=pin)
+        self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
+        self.device_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.host_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=pin)
+        self._slab = self.host_slab.numpy()
+        self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
+        self._views: dict[Bucket, tuple[HostBatch, DeviceBatch]] = {}
+        self.lane_state: Any = None  # the lane's events for this buffer
+
+    def _views_for(self, bucket: Bucket) -> tuple[HostBatch, DeviceBatch]:
+        if bucket not in self._views:  # allocates views, once for each bucket
+            self._views[bucket] = (
+                HostBatch(self._slab, self._shape, bucket),
+                DeviceBatch(self.device_slab, self._shape, bucket),
+            )
+        return self._views[bucket]
+
+    def host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
+        """The views for a step of this size, in the smallest bucket that holds it."""
+        limit = self._limit
+        bucket = Bucket(
+            min(round_up(num_tokens), limit.num_tokens),
+            min(round_up(num_rows), limit.num_rows),
+        )
+        return self._views_for(bucket)[0]
+
+    def device_batch(self, host: HostBatch) -> DeviceBatch:
+        return self._views_for(host.bucket)[1]
+
+
+def round_up(count: int) -> int:
+    """The bucket of a count: steps of 1 up to 8, of 8 up to 256, then an eighth of the power of two below."""
+    if count <= 8:
+        return count
+    step = max(8, 1 << (count - 1).bit_length() - 4)
+    return -(-count // step) * step

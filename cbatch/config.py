@@ -1,0 +1,142 @@
+"""What an engine is built from. Options come in as the user wrote them; ``resolve`` makes a new object of plain facts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from cbatch.errors import ConfigError
+
+_CHOICES = {
+    "schedule": ("async", "sync"),
+    "attention": ("auto", "torch", "triton"),
+    "model_impl": ("auto", "transformers"),
+    "load_format": ("auto", "dummy"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine, with vLLM's names where it has them.
+
+    Args:
+        max_model_len: longest sequence, prompt and output together; None: what the model can take.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens of one step, over all requests; at least ``max_num_seqs``. None: 8192 on a
+            GPU, on the CPU 256, so that no step takes seconds.
+        block_size: tokens of one KV block.
+        num_blocks: blocks of the KV pool, one of them the dummy; None: what ``gpu_memory_utilization`` leaves room for.
+        gpu_memory_utilization: share of the card's total memory that weights, activations and KV may take together.
+            On the CPU: the same share of a quarter of the memory that is free.
+        schedule: ``"async"`` plans the next step while one computes; ``"sync"`` waits for each.
+        depth: steps in flight, 2 or more with ``"async"``; None: 2, and 1 with ``"sync"``.
+        attention: kernels; ``"auto"`` is Triton on CUDA and torch elsewhere. An explicit choice never falls back.
+        model_impl: ``"auto"`` or ``"transformers"``: how the model is run.
+        enforce_eager: launch each kernel from Python instead of replaying CUDA graphs.
+        seed: seeds the requests that bring no seed of their own.
+        device, dtype, load_format, trust_remote_code: how a model given by name is loaded.
+
+    Raises:
+        ConfigError: an option out of its range, or two that contradict each other.
+    """
+
+    device: str | None = None
+    dtype: str | torch.dtype = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 64
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    schedule: Literal["async", "sync"] = "async"
+    depth: int | None = None
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    model_impl: Literal["auto", "transformers"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    enforce_eager: bool = True
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("block_size", 1),
+            ("num_blocks", 2),
+            ("depth", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name not in ("max_num_seqs", "block_size"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}")
+        for name in ("enforce_eager", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed!r}, but must be an integer from 0 to 2**64 - 1")
+        if not self.enforce_eager:
+            raise ConfigError("enforce_eager is False, but CUDA graphs are not there yet: only True works")
+        if self.schedule == "sync" and self.depth not in (None, 1):
+            raise ConfigError(f'depth is {self.depth}, but schedule="sync" has one step in flight: leave it out')
+        if self.schedule == "async" and self.depth is not None and self.depth < 2:
+            raise ConfigError(f'depth is {self.depth}, but schedule="async" needs at least 2 (or take schedule="sync")')
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """``EngineConfig(**options)``, with a ConfigError that lists the known names for an unknown one."""
+        unknown = options.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise ConfigError(
+                f"unknown option {', '.join(sorted(unknown))}; known are {', '.join(sorted(cls.__dataclass_fields__))}"
+            )
+        return cls(**options)
+
+    def resolve(self, model_max_len: int, device: torch.device) -> EngineConfig:
+        """Fill in what depends on the model and the device, all but ``num_blocks``."""
+        if self.max_model_len is not None and self.max_model_len > model_max_len:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, but the model takes at most {model_max_len}")
+        max_num_batched_tokens = self.max_num_batched_tokens
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(8192 if device.type == "cuda" else 256, self.max_num_seqs)
+        if max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, but max_num_seqs is {self.max_num_seqs}: "
+                "every running request needs one token a step"
+            )
+        return replace(
+            self,
+            device=str(device),
+            max_model_len=self.max_model_len or model_max_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            depth=self.depth or (2 if self.schedule == "async" else 1),
+        )
+
+
+def available_memory_bytes() -> int:
+    """Memory of this machine that is free for new work; the limit of a container counts where one is set."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the count of free pages stands
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            if (text := limit.read().strip()) != "max":
+                available = min(available, int(text) - int(current.read()))
+    except OSError:
+        pass  # no cgroup limit is visible
+    return max(available, 0)

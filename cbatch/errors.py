@@ -1,0 +1,37 @@
+"""What can go wrong, by name. Every message says which request or option, its value, and the limit."""
+
+
+class CBatchError(Exception):
+    """Base of every error that cbatch raises on purpose."""
+
+
+class ConfigError(CBatchError, ValueError):
+    """An option of the engine is out of range or contradicts another one."""
+
+
+class InvalidRequestError(CBatchError, ValueError):
+    """A request that cannot be served as it is. It was refused alone, at submission."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for one generated token, or can never fit into the KV cache."""
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request with this id is still running."""
+
+
+class UnsupportedModelError(CBatchError):
+    """The model cannot run here with the guarantee of right tokens, so it is refused at load."""
+
+
+class ModelNotFoundError(CBatchError):
+    """No model folder, alias or hub repository answers to this name."""
+
+
+class EngineClosedError(CBatchError):
+    """The engine was closed, so it takes no more requests and ended those that were running."""
+
+
+class EngineDeadError(CBatchError):
+    """The engine's loop failed. ``__cause__`` holds the error; every waiting request hears of it."""

@@ -1,0 +1,73 @@
+"""Owns the pages of keys and values: one pool, block-major, and for each layer the views of its part of a page."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.kernels.attention import AttentionBackend
+from cbatch.scheduler.kv_spec import KVGroup
+
+
+def page_bytes(groups: tuple[KVGroup, ...], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block of the pool: the largest group's, so that a page serves any of them."""
+    return max(group.elements_per_page(block_size) for group in groups) * dtype.itemsize
+
+
+class KVCache:
+    """``num_blocks`` pages, each ``[layers of a group, K and V, block_size, num_kv_heads, head_dim]``.
+
+    Allocates everything at once. On the CPU untouched pages cost no memory.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: AttentionBackend,
+    ) -> None:
+        elements = page_bytes(groups, block_size, dtype) // dtype.itemsize
+        if device.type == "cpu":
+            raw = np.zeros(num_blocks * elements * dtype.itemsize, np.uint8)  # the system gives zero pages on first use
+            self.pool = torch.from_numpy(raw).view(dtype).view(num_blocks, elements)
+        else:
+            self.pool = torch.zeros(num_blocks, elements, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
+        self._backend = backend
+        self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
+        for index, group in enumerate(groups):
+            spec, offset = group.spec, 0
+            for layer in group.layers:
+                views = []
+                for head_dim in (spec.k_head_dim, spec.v_head_dim):
+                    size = block_size * spec.num_kv_heads * head_dim
+                    part = self.pool[:, offset : offset + size]
+                    views.append(part.view(num_blocks, block_size, spec.num_kv_heads, head_dim))
+                    offset += size
+                self._layers[layer] = (index, views[0], views[1])
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's keys and values into the layer's pages and attend over them.
+
+        q ``[num_tokens, num_heads, k_head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; returns
+        ``[num_tokens, num_heads, v_head_dim]``. The backend was prepared with the step's ``AttentionBatch``.
+        """
+        group, k_cache, v_cache = self._layers[layer]
+        return self._backend.attend(
+            q, k, v, k_cache, v_cache, group, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )

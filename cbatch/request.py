@@ -1,0 +1,218 @@
+"""A running request as its consumer sees it. Any thread may wait on it, read it or abort it; so may an event loop.
+
+The engine's delivery thread pushes tokens in; nothing a consumer does can hold the engine up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.errors import CBatchError
+from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cbatch.sampling_params import SamplingParams
+from cbatch.text import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``)."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestHandle:
+    """One request: iterate over its tokens (``for``, ``async for``), or take chunks, or wait for the ``result``.
+
+    It has one reader at a time for tokens and chunks; ``result`` may be asked for from anywhere, as often as wanted.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        on_end: Callable[[RequestHandle, bool], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.metrics = RequestMetrics()
+        self.sequence: Any = None  # the scheduler's side of it, for the engine
+        self._tokenizer = tokenizer
+        self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
+        self._token_ids: list[int] = []
+        self._num_read = 0
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._error: BaseException | None = None
+        self._end_read = False
+        self._changed = threading.Condition(threading.Lock())
+        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    # ---- the consumer's side
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token is here, or it was aborted, or it failed."""
+        return self._finish_reason is not None or self._error is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._finish_reason
+
+    def next_chunk(self, timeout: float | None = None) -> Chunk:
+        """Wait for new tokens or the end, and take them.
+
+        Raises:
+            TimeoutError: nothing came within ``timeout`` seconds; the request goes on.
+            EngineDeadError, EngineClosedError: the engine ended before the request did.
+            EOFError: the chunk with the end was already taken.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._ready, timeout):
+                raise TimeoutError(f"request {self.request_id}: no token within {timeout} s")
+            return self._take()
+
+    async def anext_chunk(self) -> Chunk:
+        """``next_chunk`` for an event loop: suspends the task, never blocks the loop."""
+        while True:
+            with self._changed:
+                if self._ready():
+                    return self._take()
+                loop = asyncio.get_running_loop()
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._async_waiters.append((loop, waiter))
+            await waiter
+
+    def __iter__(self) -> Iterator[int]:
+        while not self._end_read:
+            yield from self.next_chunk().token_ids
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while not self._end_read:
+            for token in (await self.anext_chunk()).token_ids:
+                yield token
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end and return everything; with text where the engine has a tokenizer. Takes no chunk away.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
+            EngineDeadError, EngineClosedError: the engine ended before the request did.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finished, timeout):
+                raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
+            if self._error is not None:
+                raise self._error
+            token_ids = list(self._token_ids)
+        text = ""
+        if self._tokenizer is not None and self.params.detokenize:
+            detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
+            text = detokenizer.push(token_ids, self._finish_reason)
+        output = CompletionOutput(0, text, token_ids, self._finish_reason, self._stop_reason)
+        return RequestOutput(self.request_id, None, self.prompt_token_ids, [output], True, self.metrics)
+
+    def abort(self) -> None:
+        """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
+        self._end_now("abort", None, aborted=True)
+
+    def _ready(self) -> bool:
+        return self._num_read < len(self._token_ids) or self.finished
+
+    def _take(self) -> Chunk:
+        tokens = self._token_ids[self._num_read :]
+        self._num_read = len(self._token_ids)
+        if self._error is not None and not tokens:
+            self._end_read = True
+            raise self._error
+        if self._end_read:
+            raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
+        self._end_read = self._finish_reason is not None
+        return Chunk(tokens, self._finish_reason, self._stop_reason)
+
+    # ---- the engine's side
+
+    def push(
+        self, token: int, now: float, finish_reason: str | None, stop_reason: int | str | None, wakers: Wakers
+    ) -> None:
+        """One more token, with the end if it is the last; dropped if the request was aborted meanwhile."""
+        with self._changed:
+            if self.finished:
+                return
+            self._token_ids.append(token)
+            if self.metrics.first_token_time is None:
+                self.metrics.first_token_time = now
+            if finish_reason is not None:
+                self._end(finish_reason, stop_reason, None, now, aborted=False)
+            self._wake(wakers)
+
+    def fail(self, error: CBatchError) -> None:
+        """End it with an error that its consumer will raise."""
+        self._end_now(None, error, aborted=False)
+
+    def _end_now(self, finish_reason: str | None, error: CBatchError | None, *, aborted: bool) -> None:
+        wakers = Wakers()
+        with self._changed:
+            if self.finished:
+                return
+            self._end(finish_reason, None, error, time.monotonic(), aborted=aborted)
+            self._wake(wakers)
+        wakers.wake()
+
+    def _end(
+        self,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        error: CBatchError | None,
+        now: float,
+        *,
+        aborted: bool,
+    ) -> None:
+        self._on_end(self, aborted)
+        self.metrics.finished_time = now
+        self._stop_reason, self._error, self._finish_reason = stop_reason, error, finish_reason
+
+    def _wake(self, wakers: Wakers) -> None:
+        self._changed.notify_all()
+        if self._async_waiters:
+            wakers.add(self._async_waiters)
+            self._async_waiters = []
+
+
+class Wakers:
+    """Futures to be resolved, gathered over a step, so that each event loop is woken once."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
+        for loop, waiter in waiters:
+            self._waiters.setdefault(loop, []).append(waiter)
+
+    def wake(self) -> None:
+        for loop, waiters in self._waiters.items():
+            if not loop.is_closed():
+                try:
+                    loop.call_soon_threadsafe(_resolve, waiters)
+                except RuntimeError:  # closed in this very moment: nobody is left to wake
+                    continue
+        self._waiters.clear()
+
+
+def _resolve(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,106 @@
+"""Runs a step on the device: fills the placeholders in, calls the model, samples, and remembers the tokens by slot.
+
+Owns the state that stays there between steps: block tables, last tokens, sampling parameters. Knows no request.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch.buffers import IOBuffer
+from cbatch.kernels.attention import AttentionBackend, AttentionBatch
+from cbatch.kv_cache import KVCache
+from cbatch.models.base import Model
+from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, sample
+from cbatch.scheduler.plan import StepPlan
+
+
+class Runner:
+    """The model with its resident state. Every tensor of it changes on the compute stream only.
+
+    Tables over slots have one row more than ``max_num_seqs``: the dummy, which padding reads and writes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        *,
+        num_groups: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.backend = backend
+        rows, device = max_num_seqs + 1, model.device
+        self.block_tables = torch.zeros(num_groups, rows, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
+        self._flat_tables = self.block_tables.view(-1)
+
+    def step(self, io: IOBuffer, plan: StepPlan) -> None:
+        """Compute a step whose slab is on the device; its tokens end up in ``io.device_sampled``. Waits for nothing."""
+        batch = io.device_batch(plan.host)
+        tokens, rows, samples = plan.num_tokens, plan.num_rows, plan.num_samples
+
+        if n := plan.num_table_updates:
+            self._flat_tables.index_put_((batch.table_index[:n],), batch.table_value[:n])
+        if n := plan.num_param_updates:
+            self.params.index_put_((batch.param_slots[:n],), batch.param_values[:n])
+
+        carry_slots = batch.carry_slots[:tokens]
+        carried = self.last_tokens.index_select(0, carry_slots.clamp(min=0))
+        input_ids = torch.where(carry_slots >= 0, carried, batch.input_ids[:tokens])
+
+        self.backend.prepare(
+            AttentionBatch(
+                block_tables=self.block_tables,
+                slot_mapping=batch.slot_mapping[:, :tokens],
+                row_slots=batch.row_slots[:rows],
+                cu_seqlens_q=batch.cu_seqlens_q[: rows + 1],
+                context_lens=batch.context_lens[:rows],
+                num_decodes=plan.num_decodes,
+                max_query_len=plan.max_query_len,
+                max_context_len=plan.max_context_len,
+            )
+        )
+        # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
+        sample_rows = batch.sample_rows[: max(samples, 1)]
+        positions = batch.positions[:tokens]
+        logits = self.model.forward(input_ids.long(), positions.long(), sample_rows.long(), self.kv_cache.attend)
+        if samples:
+            out_slots = batch.out_slots[:samples]
+            params = self.params.index_select(0, out_slots)
+            sampled = sample(logits, params, positions.index_select(0, sample_rows) + 1, plan.flags)
+            self.last_tokens.index_put_((out_slots,), sampled)
+            io.device_sampled[:samples].copy_(sampled)
+
+
+@torch.inference_mode()
+def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
+    """Most memory that the largest step takes on top of what is allocated now (CUDA only). Runs it once, and waits."""
+    device = model.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
+    rows = torch.arange(num_samples, device=device)
+    logits = model.forward(ids, torch.arange(num_tokens, device=device) % model.max_model_len, rows, attend)
+    params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
+    sample(logits, params, rows.int(), RANDOM | FILTERED)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del logits
+    torch.cuda.empty_cache()
+    return peak

@@ -1,0 +1,46 @@
+"""Owns the clock of the steps: how long each took on the device and on the host, and how long the device stood idle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_WINDOW = 16384  # most recent steps kept for the percentiles
+
+
+class StepClock:
+    """Figures of the landed steps since ``reset``. ``record`` writes a row; ``summary`` computes, and allocates."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((_WINDOW, 3))  # step ms, host µs, gap ms
+        self.reset()
+
+    def reset(self) -> None:
+        self.num_steps = 0
+        self._busy_ms = 0.0
+        self._gap_ms = 0.0
+
+    def record(self, step_ms: float, gap_ms: float, host_us: float) -> None:
+        """One step: its time on the device, the idle time before it while work was there, and the host's own time."""
+        self._rows[self.num_steps % _WINDOW] = (step_ms, host_us, gap_ms)
+        self.num_steps += 1
+        self._busy_ms += step_ms
+        self._gap_ms += gap_ms
+
+    @property
+    def activity_pct(self) -> float:
+        """Share of the time with work at hand that the device spent inside steps."""
+        total = self._busy_ms + self._gap_ms
+        return 100.0 * self._busy_ms / total if total else 0.0
+
+    def summary(self) -> dict[str, float]:
+        rows = self._rows[: min(self.num_steps, _WINDOW)]
+        if not len(rows):
+            rows = np.zeros((1, 3))
+        step_ms, host_us = rows[:, 0], rows[:, 1]
+        return {
+            "ms_per_step_p50": float(np.percentile(step_ms, 50)),
+            "ms_per_step_p99": float(np.percentile(step_ms, 99)),
+            "host_us_per_step_p50": float(np.percentile(host_us, 50)),
+            "host_us_per_step_p99": float(np.percentile(host_us, 99)),
+            "host_us_per_step_p999": float(np.percentile(host_us, 99.9)),
+        }

@@ -1,0 +1,1 @@
+"""CPU planning: which sequences run next, and where their keys and values lie. Imports numpy, never torch."""

@@ -1,0 +1,155 @@
+"""What one step runs, as numbers: the layout of its arrays in one int32 slab, and the rows that will land.
+
+The host slab and its twin on the device have the same layout, a function of the bucket alone, so that one copy of a
+contiguous prefix carries a step over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What every step of an engine has in common, and so fixes the layouts."""
+
+    num_groups: int
+    block_size: int
+    num_params: int  # int32 words of sampling state a slot
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Capacities of a layout: a step of at most this many tokens and rows fits."""
+
+    num_tokens: int
+    num_rows: int
+
+
+@lru_cache(maxsize=4096)
+def layout(shape: StepShape, bucket: Bucket) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    """Name -> (offset, dimensions) in int32 words, and the total. Every field is 16-byte aligned."""
+    tokens, rows, groups = bucket.num_tokens, bucket.num_rows, shape.num_groups
+    # A row of n new tokens needs at most ceil(n / block_size) new blocks in each group.
+    updates = groups * (rows + tokens // shape.block_size)
+    dimensions: dict[str, tuple[int, ...]] = {
+        "input_ids": (tokens,),
+        "positions": (tokens,),
+        "carry_slots": (tokens,),
+        "slot_mapping": (groups, tokens),
+        "row_slots": (rows,),
+        "cu_seqlens_q": (rows + 1,),
+        "context_lens": (rows,),
+        "sample_rows": (rows,),
+        "out_slots": (rows,),
+        "table_index": (updates,),
+        "table_value": (updates,),
+        "param_slots": (rows,),
+        "param_values": (rows, shape.num_params),
+    }
+    fields, offset = {}, 0
+    for name, dims in dimensions.items():
+        fields[name] = (offset, dims)
+        offset += -(-int(np.prod(dims)) // 4) * 4
+    return fields, offset
+
+
+class HostBatch:
+    """The arrays of one step as views of a slab (int32).
+
+    input_ids     [tokens]          0 where the token is still in flight
+    positions     [tokens]
+    carry_slots   [tokens]          slot whose last token fills the placeholder; -1: input_ids holds the token
+    slot_mapping  [groups, tokens]  where its keys and values go: block * block_size + offset
+    row_slots     [rows]            which row of the block tables; decode rows come first
+    cu_seqlens_q  [rows + 1]        where each row's tokens begin
+    context_lens  [rows]            length of the context, this step's tokens included
+    sample_rows   [samples]         index of the token whose logits are sampled
+    out_slots     [samples]         slot that the sampled token belongs to
+    table_index, table_value        changes of the resident block tables (flat index, block)
+    param_slots, param_values       sampling state of slots that have a new owner
+    """
+
+    __slots__ = (
+        "bucket",
+        "carry_slots",
+        "context_lens",
+        "cu_seqlens_q",
+        "input_ids",
+        "num_words",
+        "out_slots",
+        "param_slots",
+        "param_values",
+        "positions",
+        "row_slots",
+        "sample_rows",
+        "slot_mapping",
+        "table_index",
+        "table_value",
+    )
+
+    input_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    carry_slots: NDArray[np.int32]
+    slot_mapping: NDArray[np.int32]
+    row_slots: NDArray[np.int32]
+    cu_seqlens_q: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    sample_rows: NDArray[np.int32]
+    out_slots: NDArray[np.int32]
+    table_index: NDArray[np.int32]
+    table_value: NDArray[np.int32]
+    param_slots: NDArray[np.int32]
+    param_values: NDArray[np.int32]
+
+    def __init__(self, slab: NDArray[np.int32], shape: StepShape, bucket: Bucket) -> None:
+        fields, self.num_words = layout(shape, bucket)
+        self.bucket = bucket
+        for name, (offset, dims) in fields.items():
+            setattr(self, name, slab[offset : offset + int(np.prod(dims))].reshape(dims))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step: its sizes for the launch, and its sampled rows for the landing.
+
+    A row is resolved through its sequence and epoch, never through its slot, which may have a new owner by then.
+    """
+
+    host: HostBatch
+    num_tokens: int
+    num_rows: int
+    num_decodes: int  # leading rows of one token each, whose input is carried over on the device
+    num_samples: int
+    num_table_updates: int
+    num_param_updates: int
+    max_query_len: int
+    max_context_len: int
+    flags: int  # OR of the flags of the sampled sequences
+    slots: NDArray[np.intp]  # [num_samples]
+    epochs: NDArray[np.int64]  # [num_samples]
+    sequences: NDArray[np.object_]  # [num_samples] of Sequence
+    admitted: list[Sequence]  # sequences that took a slot in this step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finish:
+    sequence: Sequence
+    reason: str  # "stop" or "length"
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landed:
+    """The tokens of a step that count, in row order, and the sequences that ended with theirs."""
+
+    sequences: NDArray[np.object_]
+    tokens: NDArray[np.int32]
+    finished: list[Finish]
+    num_wasted: int  # rows computed for a sequence that had already ended, or was preempted or aborted
