@@ -333,6 +333,8 @@ class Engine:
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
+            if isinstance(prompt_token_ids, torch.Tensor):
+                prompt_token_ids = prompt_token_ids.tolist()
             prompt = np.array(prompt_token_ids if hasattr(prompt_token_ids, "__len__") else list(prompt_token_ids))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None

@@ -1,0 +1,29 @@
+"""Engines over the counting model, closed and checked after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cbatch.config import EngineConfig
+from cbatch.engine import Engine
+from tests.counting import CountingModel
+
+
+@pytest.fixture
+def counting_engine() -> Iterator[Callable[..., Engine]]:
+    """``counting_engine(model=None, **options)``: small defaults; blocks and slots must add up when the test ends."""
+    engines: list[Engine] = []
+
+    def start(model: CountingModel | None = None, **options: Any) -> Engine:
+        defaults = {"max_num_seqs": 4, "block_size": 4, "num_blocks": 33, "max_num_batched_tokens": 16}
+        engine = Engine(model or CountingModel(), EngineConfig(**{**defaults, **options}))
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+        engine.scheduler.check()

@@ -1,0 +1,448 @@
+"""The loop over a model that counts: what each request gets is known in advance, so nothing has a tolerance."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.config import EngineConfig
+from cbatch.engine import Engine
+from cbatch.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
+from cbatch.request import RequestHandle
+from cbatch.sampling_params import SamplingParams
+from tests.counting import CountingModel, counted
+
+Start = Callable[..., Engine]
+SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
+
+
+def greedy(max_tokens: int | None = 8, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
+
+
+def tokens(handle: RequestHandle) -> list[int]:
+    return handle.result(30).outputs[0].token_ids
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the loop has taken in every abort and every step has landed."""
+    for _ in range(500):
+        stats = engine.stats()
+        if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"the engine does not come to rest: {engine.stats()}")
+
+
+@pytest.mark.parametrize("options", SCHEDULES)
+def test_many_requests_each_get_their_own_tokens(counting_engine: Start, options: dict[str, object]) -> None:
+    engine = counting_engine(**options)
+    handles = [engine.submit([i, i + 1] * (1 + i % 5), greedy(1 + i % 17)) for i in range(60)]
+    assert [tokens(h) for h in handles] == [counted(i + 1, 1 + i % 17) for i in range(60)]
+    settle(engine)
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_placeholder_is_zero_on_the_host_and_the_true_token_on_the_device(counting_engine: Start) -> None:
+    """The host never knows the token it plans with: what the model sees must be filled in on the device."""
+    model = CountingModel()
+    model.record = True
+    engine = counting_engine(model)
+    assert tokens(engine.submit([7, 8], greedy(4))) == [9, 10, 11, 12]
+    assert model.seen == [[7, 8], [9], [10], [11]]
+
+
+def test_eos_one_batch_late_is_dropped(counting_engine: Start) -> None:
+    """The token after EOS was computed before EOS was read. It is in no output and in no count."""
+    engine = counting_engine(CountingModel(eos=(20,)))
+    output = engine.submit([15], greedy(50)).result(30)
+    assert output.outputs[0].token_ids == [16, 17, 18, 19, 20]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+    settle(engine)
+    assert engine.stats()["num_output_tokens"] == 5
+    assert engine.stats()["num_wasted_rows"] == 1
+
+
+def test_eos_is_ignored_where_asked_and_stop_token_ids_still_stop(counting_engine: Start) -> None:
+    engine = counting_engine(CountingModel(eos=(20,)))
+    assert tokens(engine.submit([18], greedy(4, ignore_eos=True))) == [19, 20, 21, 22]
+    output = engine.submit([18], greedy(9, ignore_eos=True, stop_token_ids=[20, 22])).result(30).outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == ([19, 20], "stop", 20)
+
+
+@pytest.mark.parametrize("options", SCHEDULES)
+def test_length_finishes_waste_no_row(counting_engine: Start, options: dict[str, object]) -> None:
+    engine = counting_engine(**options)
+    for count in (1, 2, 9):
+        assert engine.submit([1], greedy(count)).result(30).outputs[0].finish_reason == "length"
+    settle(engine)
+    assert engine.stats()["num_wasted_rows"] == 0
+
+
+def test_prompt_at_the_edge_of_max_model_len(counting_engine: Start) -> None:
+    """One token less than the limit leaves room for one token; at the limit and beyond there is none."""
+    engine = counting_engine(max_model_len=32)
+    assert len(tokens(engine.submit([1] * 31, greedy(None)))) == 1
+    assert len(tokens(engine.submit([1] * 30, greedy(50)))) == 2
+    for length in (32, 33):
+        with pytest.raises(PromptTooLongError, match=f"{length} prompt tokens.*max_model_len is 32"):
+            engine.submit([1] * length, greedy())
+
+
+def test_request_that_can_never_fit_is_refused_with_both_numbers(counting_engine: Start) -> None:
+    engine = counting_engine(num_blocks=9)
+    with pytest.raises(PromptTooLongError, match="need 10 KV blocks, but the pool has 8"):
+        engine.submit([1] * 30, greedy(10))
+    assert tokens(engine.submit([1] * 30, greedy(3))) == counted(1, 3)
+    assert len(tokens(engine.submit([1] * 30, greedy(None)))) == 3  # up to the room, not beyond the pool
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [-1], [100], [1.5], ["a"], "text", b"text", [[1, 2]], None, 5, [True, False], [2**70], {1: 2}, [None]],
+)
+def test_bad_prompt_fails_alone(counting_engine: Start, prompt: object) -> None:
+    """Each is refused at submission, by itself, and its neighbours never notice."""
+    engine = counting_engine()
+    before = engine.submit([1], greedy(40))
+    with pytest.raises(InvalidRequestError):
+        engine.submit(prompt, greedy())  # type: ignore[arg-type]
+    assert tokens(engine.submit([3], greedy())) == counted(3, 8)
+    assert tokens(before) == counted(1, 40)
+
+
+def test_bad_parameters_and_ids_fail_alone(counting_engine: Start) -> None:
+    engine = counting_engine()
+    with pytest.raises(InvalidRequestError, match="stop_token_ids has 100"):
+        engine.submit([1], greedy(stop_token_ids=[100]))
+    with pytest.raises(InvalidRequestError, match="SamplingParams"):
+        engine.submit([1], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        engine.submit([1], greedy(), request_id=7)  # type: ignore[arg-type]
+    assert tokens(engine.submit([3], greedy())) == counted(3, 8)
+
+
+@pytest.mark.parametrize("prompt", [np.array([4, 5]), torch.tensor([4, 5]), (4, 5), iter([4, 5]), range(4, 6)])
+def test_prompts_may_be_any_sequence_of_integers(counting_engine: Start, prompt: object) -> None:
+    assert tokens(counting_engine().submit(prompt, greedy(2))) == [6, 7]  # type: ignore[arg-type]
+
+
+def test_live_id_is_refused_and_the_first_goes_on(counting_engine: Start) -> None:
+    engine = counting_engine()
+    engine.model.gate.clear()
+    first = engine.submit([1], greedy(20), request_id="x")
+    with pytest.raises(DuplicateRequestError, match="request x"):
+        engine.submit([50], greedy(), request_id="x")
+    engine.model.gate.set()
+    assert tokens(first) == counted(1, 20)
+    assert tokens(engine.submit([50], greedy(), request_id="x")) == counted(50, 8)
+
+
+def test_automatic_ids_avoid_those_of_the_caller(counting_engine: Start) -> None:
+    engine = counting_engine()
+    named = engine.submit([1], greedy(), request_id="0")
+    assert engine.submit([1], greedy()).request_id != named.request_id
+
+
+def test_abort_and_resubmit_of_one_id_keeps_the_tokens_apart(counting_engine: Start) -> None:
+    """The late token of the old X, in flight while it was aborted, must never reach the new X."""
+    engine = counting_engine()
+    for round_ in range(20):
+        old = engine.submit([10], greedy(60), request_id="x")
+        for _ in range(round_ % 4):
+            old.next_chunk(10)
+        old.abort()
+        new = engine.submit([70], greedy(5), request_id="x")
+        assert tokens(new) == counted(70, 5)
+        assert old.result(1).outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_abort_at_every_step_gives_one_end_and_everything_back(counting_engine: Start, offset: int) -> None:
+    """Before the first step, in the prefill (3 chunks), while decoding, in the last step: one end, nothing after it."""
+    engine = counting_engine(max_num_seqs=2, max_num_batched_tokens=4)
+    model = engine.model
+    neighbour = engine.submit([5], greedy(30))
+    victim = engine.submit([1] * 12, greedy(6))
+    while model.num_forwards < offset and not victim.finished:
+        time.sleep(0.0005)
+    victim.abort()
+    victim.abort()
+    chunks = []
+    while not victim._end_read:
+        chunks.append(victim.next_chunk(10))
+    assert [c.finished for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    with pytest.raises(EOFError):
+        victim.next_chunk(1)
+    received = [t for c in chunks for t in c.token_ids]
+    assert received == counted(1, 6)[: len(received)]
+    assert tokens(neighbour) == counted(5, 30)
+    settle(engine)
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_abort_while_waiting_never_runs(counting_engine: Start) -> None:
+    engine = counting_engine(max_num_seqs=1)
+    engine.model.gate.clear()
+    running = engine.submit([1], greedy(5))
+    waiting = [engine.submit([2], greedy(5)) for _ in range(10)]
+    for handle in waiting[:9]:
+        handle.abort()
+    engine.model.gate.set()
+    assert tokens(running) == counted(1, 5)
+    assert tokens(waiting[9]) == counted(2, 5)
+    assert all(h.result(1).outputs[0].token_ids == [] for h in waiting[:9])
+
+
+def test_tokens_stream_as_they_come(counting_engine: Start) -> None:
+    engine = counting_engine()
+    assert list(engine.submit([1], greedy(10))) == counted(1, 10)
+
+    async def read() -> list[int]:
+        return [t async for t in engine.submit([1], greedy(10))]
+
+    assert asyncio.run(read()) == counted(1, 10)
+
+
+def test_timeout_leaves_the_request_running(counting_engine: Start) -> None:
+    engine = counting_engine()
+    engine.model.gate.clear()
+    handle = engine.submit([1], greedy(5))
+    with pytest.raises(TimeoutError):
+        handle.next_chunk(0.05)
+    with pytest.raises(TimeoutError):
+        handle.result(0.05)
+    engine.model.gate.set()
+    assert tokens(handle) == counted(1, 5)
+
+
+def test_hundred_streams_in_one_event_loop_with_a_slow_one(counting_engine: Start) -> None:
+    """Each gets exactly its own tokens, and one that does not read holds back nobody."""
+    engine = counting_engine(max_num_seqs=16, num_blocks=200, max_num_batched_tokens=64)
+
+    async def read(i: int) -> list[int]:
+        handle = engine.submit([i % 100], greedy(20))
+        if i == 0:
+            await asyncio.sleep(0.5)
+        return [t async for t in handle]
+
+    async def everyone() -> list[list[int]]:
+        return await asyncio.gather(*(read(i) for i in range(100)))
+
+    assert asyncio.run(everyone()) == [counted(i % 100, 20) for i in range(100)]
+
+
+def test_many_threads_submit_read_and_abort(counting_engine: Start) -> None:
+    engine = counting_engine(max_num_seqs=8, num_blocks=100, max_num_batched_tokens=32)
+
+    def client(i: int) -> bool:
+        handle = engine.submit([i % 50], greedy(5 + i % 20))
+        if i % 7 == 0:
+            handle.next_chunk(30)
+            handle.abort()
+            got = handle.result(30).outputs[0]
+            return got.token_ids == counted(i % 50, 5 + i % 20)[: len(got.token_ids)]
+        return list(handle) == counted(i % 50, 5 + i % 20)
+
+    with ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(client, range(300)))
+    settle(engine)
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_failing_step_reaches_every_waiter_at_once(counting_engine: Start) -> None:
+    """The loop dies: readers in threads and in event loops, those that run and those that wait, all hear why."""
+    model = CountingModel()
+    engine = counting_engine(model, max_num_seqs=2)
+    model.gate.clear()
+    handles = [engine.submit([i], greedy(50)) for i in range(6)]
+    model.fail_at = model.num_forwards + 4
+
+    async def read(handle: RequestHandle) -> str:
+        try:
+            async for _ in handle:
+                pass
+        except EngineDeadError as error:
+            return str(error.__cause__)
+        return "no error"
+
+    async def read_all() -> list[str]:
+        readers = [asyncio.create_task(read(h)) for h in handles[:3]]
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        return await asyncio.wait_for(asyncio.gather(*readers), 10)
+
+    assert asyncio.run(read_all()) == ["injected failure"] * 3
+    for handle in handles[3:]:
+        with pytest.raises(EngineDeadError, match="injected failure"):
+            handle.result(10)
+    assert not engine.is_healthy
+    with pytest.raises(EngineDeadError):
+        engine.submit([1], greedy())
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 5
+
+
+def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results go through a thread of their own; if it dies in silence, every consumer hangs."""
+    engine = counting_engine()
+
+    def explode(*_: object) -> None:
+        raise RuntimeError("delivery failed")
+
+    monkeypatch.setattr(RequestHandle, "push", explode)
+    with pytest.raises(EngineDeadError, match="delivery failed"):
+        engine.submit([1], greedy(50)).result(10)
+    assert not engine.is_healthy
+
+
+def test_close_ends_what_runs_and_may_be_repeated(counting_engine: Start) -> None:
+    engine = counting_engine(max_num_seqs=1)
+    handles = [engine.submit([1], greedy(100)) for _ in range(3)]
+    handles[0].next_chunk(10)
+    engine.close()
+    engine.close()
+    for handle in handles:
+        with pytest.raises(EngineClosedError):
+            handle.result(5)
+        handle.abort()
+    with pytest.raises(EngineClosedError):
+        engine.submit([1], greedy())
+    assert not engine.is_healthy
+
+
+def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> None:
+    """Idle means asleep, not polling: the process must stay under 5% of one core."""
+    engine = counting_engine()
+    tokens(engine.submit([1], greedy(2)))
+    settle(engine)
+    cpu = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - cpu < 0.05
+    assert tokens(engine.submit([1], greedy(2))) == [2, 3]
+
+
+def test_first_request_may_come_late(counting_engine: Start) -> None:
+    engine = counting_engine()
+    time.sleep(1.0)
+    assert tokens(engine.submit([1], greedy(3))) == [2, 3, 4]
+
+
+def test_two_engines_together_and_one_after_the_other(counting_engine: Start) -> None:
+    first, second = counting_engine(), counting_engine(CountingModel(vocab_size=50))
+    a, b = first.submit([48], greedy(4)), second.submit([48], greedy(4))
+    assert (tokens(a), tokens(b)) == ([49, 50, 51, 52], [49, 0, 1, 2])
+    first.close()
+    assert tokens(second.submit([1], greedy(2))) == [2, 3]
+    assert tokens(counting_engine().submit([1], greedy(2))) == [2, 3]
+
+
+def test_closed_engine_is_freed_without_the_garbage_collector() -> None:
+    """Weights and pages must go when the last user does: a reference cycle would keep them until a collection."""
+    model = CountingModel()
+    gone = weakref.ref(model)
+    engine = Engine(model, EngineConfig(max_num_seqs=2, num_blocks=9, block_size=4))
+    tokens(engine.submit([1], greedy(2)))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert not [t for t in threading.enumerate() if t.name.startswith("cbatch") and not t.is_alive()]
+
+
+def test_random_joins_leaves_and_aborts_for_two_thousand_steps(counting_engine: Start) -> None:
+    """Every request equals its solo run whatever joins and leaves beside it, with a pool that forces preemption."""
+    model = CountingModel(eos=(13,))
+    engine = counting_engine(model, max_num_seqs=6, num_blocks=17, max_num_batched_tokens=12)
+    rng = np.random.default_rng(3)
+    pending: list[tuple[RequestHandle, list[int], bool]] = []
+    while model.num_forwards < 2000:
+        prompt = rng.integers(0, 100, rng.integers(1, 20)).tolist()
+        count = int(rng.integers(1, 25))
+        expected = counted(prompt[-1], count)
+        if 13 in expected:
+            expected = expected[: expected.index(13) + 1]
+        handle = engine.submit(prompt, greedy(count))
+        abort = bool(rng.random() < 0.2)
+        pending.append((handle, expected, abort))
+        if abort and rng.random() < 0.5:
+            handle.abort()
+        if len(pending) > 12:
+            handle, expected, abort = pending.pop(int(rng.integers(len(pending))))
+            if abort:
+                handle.abort()
+            got = tokens(handle)
+            assert got == expected[: len(got)]
+            assert abort or got == expected
+    for handle, expected, abort in pending:
+        got = tokens(handle)
+        assert got == expected[: len(got)]
+        assert abort or got == expected
+    assert engine.stats()["num_preemptions"] > 0
+    settle(engine)
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_metrics_are_in_order(counting_engine: Start) -> None:
+    metrics = counting_engine().submit([1], greedy(5)).result(10).metrics
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert None not in times
+    assert times == sorted(times)  # type: ignore[type-var]
+
+
+def test_stats_name_the_lane_and_count(counting_engine: Start) -> None:
+    engine = counting_engine()
+    tokens(engine.submit([1], greedy(20)))
+    settle(engine)
+    stats = engine.stats()
+    assert stats["activity_kind"] == "cpu_lane"  # never called a GPU figure
+    assert 0 < stats["activity_pct"] <= 100
+    assert stats["steps"] == 20
+    engine.reset_stats()
+    assert engine.stats()["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "eager"}, "schedule is 'eager'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens is 4"),
+        ({"max_model_len": 999}, "max_model_len is 999, but the model takes at most 128"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"schedule": "sync", "depth": 2}, "depth is 2"),
+        ({"schedule": "async", "depth": 1}, "depth is 1"),
+        ({"num_blocks": 1}, "num_blocks is 1"),
+        ({"block_size": 2.5}, "block_size is 2.5"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_options_are_refused_with_their_value(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(CountingModel(), EngineConfig(**options))  # type: ignore[arg-type]
+
+
+def test_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown option max_num_seq; known are attention"):
+        Engine.from_model(CountingModel(), max_num_seq=3)

@@ -1,0 +1,123 @@
+"""Sampled tokens follow the distribution that was asked for, and depend on nothing but seed and position."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.sampler import FILTERED, RANDOM, encode, gumbel, sample
+from cbatch.sampling_params import SamplingParams
+
+
+def draw(logits: Tensor, params: SamplingParams, seed: int = 1, positions: int = 1) -> np.ndarray:
+    """Tokens at ``positions`` successive positions from one row of logits."""
+    words, flags = encode(params, seed)
+    rows = torch.from_numpy(np.tile(words, (positions, 1)))
+    return sample(logits.expand(positions, -1), rows, torch.arange(positions, dtype=torch.int32), flags).numpy()
+
+
+def expected(logits: Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution, the slow way in float64: temperature, then top-k, then the smallest set that reaches top_p."""
+    p = torch.softmax(logits.double() / temperature, -1).numpy()
+    order = np.argsort(-p, kind="stable")
+    keep = np.zeros(len(p), bool)
+    keep[order[: top_k or len(p)]] = True
+    p = np.where(keep, p, 0)
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    keep[order[before >= top_p]] = False
+    p = np.where(keep, p, 0)
+    return p / p.sum()
+
+
+def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Upper tail of the chi-square statistic (Wilson and Hilferty's normal approximation; bins under 5 are joined)."""
+    expected_counts = probabilities * counts.sum()
+    assert counts[probabilities == 0].sum() == 0, "a token outside the kept set was drawn"
+    big = expected_counts >= 5
+    observed = np.append(counts[big], counts[~big].sum())
+    wanted = np.append(expected_counts[big], expected_counts[~big].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic, dof = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    if dof == 0:
+        return 1.0
+    z = ((statistic / dof) ** (1 / 3) - (1 - 2 / (9 * dof))) / math.sqrt(2 / (9 * dof))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 20, 0.6), (0.7, 3, 0.95)],
+)
+def test_hundred_thousand_draws_follow_the_softmax(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)) * 2
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    counts = np.bincount(draw(logits, params, seed=123, positions=100_000), minlength=64)
+    assert chi_square_p(counts, expected(logits[0], temperature, top_k, top_p)) > 1e-3
+
+
+def test_seeds_are_as_independent_as_positions() -> None:
+    """Neighbouring seeds and positions must not give shifted copies of one noise: pairs of draws are uncorrelated."""
+    rows = 2000
+    seeds = torch.stack([torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)], 1)
+    noise = gumbel(seeds, torch.full((rows,), 5, dtype=torch.int32), 50)
+    by_position = gumbel(seeds[:1].expand(rows, -1), torch.arange(rows, dtype=torch.int32), 50)
+    for values in (noise, by_position):
+        correlation = np.corrcoef(values[:-1].flatten(), values[1:].flatten())[0, 1]
+        shifted = np.corrcoef(values[:-1, 1:].flatten(), values[1:, :-1].flatten())[0, 1]
+        assert abs(correlation) < 0.015 and abs(shifted) < 0.015  # 1e5 pairs: one sigma is 0.003
+        assert abs(values.mean().item() - 0.5772) < 0.02
+
+
+def test_same_seed_draws_the_same_in_any_batch() -> None:
+    """Alone, beside greedy and filtered neighbours, in another row: the noise knows seed and position only."""
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1))
+    asked = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=1.0, top_k=10),
+        SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=2.0, top_k=1),
+    ]
+    encoded = [encode(p, 40 + i) for i, p in enumerate(asked)]
+    positions = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
+    together = sample(logits, torch.from_numpy(np.stack([e[0] for e in encoded])), positions, RANDOM | FILTERED)
+    for i, (words, flags) in enumerate(encoded):
+        alone = sample(logits[i : i + 1], torch.from_numpy(words[None]), positions[i : i + 1], flags)
+        assert alone.item() == together[i].item()
+    assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-7, 1e-30])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}])
+def test_tiny_temperature_is_greedy_and_never_nan(temperature: float, filters: dict[str, float]) -> None:
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(2)) * 20
+    for i in range(64):
+        token = draw(logits[i : i + 1], SamplingParams(temperature=temperature, **filters), seed=i)
+        assert token[0] == logits[i].argmax()
+
+
+def test_top_k_over_the_vocabulary_keeps_all_and_minus_infinity_is_never_drawn() -> None:
+    logits = torch.full((1, 40), -torch.inf)
+    logits[0, [3, 30]] = torch.tensor([1.0, 2.0])
+    plain = draw(logits, SamplingParams(temperature=1.0), positions=200)
+    assert set(plain.tolist()) == {3, 30}
+    assert (draw(logits, SamplingParams(temperature=1.0, top_k=10_000), positions=200) == plain).all()
+    assert (draw(logits, SamplingParams(temperature=1.0, top_k=2**40), positions=200) == plain).all()
+    assert set(draw(logits, SamplingParams(temperature=1.0, top_p=1e-9), positions=50).tolist()) == {30}
+
+
+def test_negative_and_large_seeds_are_distinct() -> None:
+    logits = torch.zeros(1, 1000)
+    draws = {seed: tuple(draw(logits, SamplingParams(), seed, 8)) for seed in (0, 1, -1, 2**32, 2**63 - 1, -(2**63))}
+    assert len(set(draws.values())) == len(draws)
+
+
+def test_callers_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    draw(torch.zeros(1, 100), SamplingParams(top_p=0.9), positions=10)
+    assert torch.equal(torch.get_rng_state(), before)
