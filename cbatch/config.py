@@ -1,4 +1,4 @@
-"""What an engine is built from. Options come in as the user wrote them; ``resolve`` makes a new object of plain facts."""
+"""What an engine is built from: options as the user wrote them, and ``resolve``, which makes a new object of facts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ _CHOICES = {
     "model_impl": ("auto", "transformers"),
     "load_format": ("auto", "dummy"),
 }
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch dtype of a name or itself; None for ``"auto"``, whose meaning the model knows.
+
+    Raises:
+        ConfigError: another name, or a dtype that no model computes in.
+    """
+    if dtype == "auto":
+        return None
+    parsed = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if parsed is None:
+        raise ConfigError(f"dtype is {str(dtype)!r}, but must be one of auto, {', '.join(_DTYPES)}")
+    return parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,7 @@ class EngineConfig:
         for name in ("enforce_eager", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False")
+        parse_dtype(self.dtype)
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")

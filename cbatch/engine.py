@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from cbatch.buffers import IOBuffer
-from cbatch.config import EngineConfig, available_memory_bytes
+from cbatch.config import EngineConfig, available_memory_bytes, parse_dtype
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -46,7 +46,7 @@ from cbatch.runner import Runner, measure_peak_bytes
 from cbatch.sampler import NUM_PARAMS, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import KVGroup, group_layers
-from cbatch.scheduler.plan import Landed, StepPlan, StepShape, layout
+from cbatch.scheduler.plan import Landed, StepPlan, StepShape
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
@@ -144,6 +144,10 @@ class Engine:
             UnsupportedModelError: the model would not give right tokens here.
         """
         config = EngineConfig.from_options(options)
+        if isinstance(tokenizer, (str, PathLike)):
+            from cbatch.models.loader import load_tokenizer
+
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
         if isinstance(model, (str, PathLike)):
             from cbatch.models.loader import load_model, load_tokenizer
 
@@ -161,7 +165,7 @@ class Engine:
         elif isinstance(model, torch.nn.Module):
             from cbatch.models.transformers_model import TransformersModel
 
-            loaded = TransformersModel(model, device=config.device, dtype=config.dtype)
+            loaded = TransformersModel(model, device=config.device, dtype=parse_dtype(config.dtype))
         else:
             loaded = model
         return cls(loaded, config, tokenizer)
@@ -205,7 +209,7 @@ class Engine:
         if plan.admitted:
             now = time.monotonic()
             for sequence in plan.admitted:
-                metrics = sequence.payload.metrics
+                metrics = _handle(sequence).metrics
                 metrics.first_scheduled_time = metrics.first_scheduled_time or now
                 metrics.num_preemptions = sequence.num_preemptions
         self._num_launched += 1
@@ -240,7 +244,7 @@ class Engine:
         wakers = Wakers()
         ends = {id(finish.sequence): finish for finish in landed.finished}
         for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
-            handle: RequestHandle = sequence.payload
+            handle = _handle(sequence)
             if finish := ends.get(id(sequence)):
                 own = finish.stop_token_id in handle.params.stop_token_ids  # else the model's end of sequence
                 handle.push(token, now, finish.reason, finish.stop_token_id if own else None, wakers)
@@ -260,7 +264,10 @@ class Engine:
             handles = list(self._live.values())
         for handle in handles:
             handle.fail(self._ending())
-        self._lane.close()
+        try:
+            self._lane.close()
+        except RuntimeError as error:  # a device that failed says so here again
+            self._error = self._error or error
 
     # ---- requests
 
@@ -389,7 +396,7 @@ class Engine:
         return max_len
 
     def _ending(self) -> CBatchError:
-        """What a request hears of an engine that runs no more: a new object, since raising one adds to its traceback."""
+        """What a request hears of an engine that runs no more. A new object each time, for its own traceback."""
         if self._error is None:
             return EngineClosedError("the engine is closed")
         dead = EngineDeadError(f"the engine's loop failed: {type(self._error).__name__}: {self._error}")
@@ -448,7 +455,7 @@ class Engine:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
         for name in ("model", "_runner", "_buffers"):
             self.__dict__.pop(name, None)
-        if torch.cuda.is_initialized():
+        if self._lane.kind == "gpu":
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Engine:
@@ -481,12 +488,18 @@ def _num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...])
     return min(useful, fitting)
 
 
+def _handle(sequence: Sequence) -> RequestHandle:
+    """Whose sequence it is; the scheduler keeps it as an opaque payload."""
+    handle: RequestHandle = sequence.payload  # type: ignore[assignment]
+    return handle
+
+
 def _name(request_id: object) -> str:
     return "request" if request_id is None else f"request {request_id}"
 
 
 def _first_odd(prompt: Iterable[Any]) -> object:
-    """What in a prompt is no token id: the first that is no integer, or else the one that no array of integers holds."""
+    """What in a prompt is no token id: the first that is no integer, or else one that no array of integers holds."""
     items = list(prompt)
     odd = [item for item in items if isinstance(item, bool) or not isinstance(item, (int, np.integer))]
     return odd[0] if odd else max(items, key=abs)

@@ -58,7 +58,9 @@ class RequestHandle:
         self._stop_reason: int | str | None = None
         self._error: BaseException | None = None
         self._end_read = False
-        self._changed = threading.Condition(threading.Lock())
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # new tokens, or the end
+        self._ended = threading.Condition(lock)  # the end alone: ``result`` need not wake for every token
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     # ---- the consumer's side
@@ -112,8 +114,8 @@ class RequestHandle:
             TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
             EngineDeadError, EngineClosedError: the engine ended before the request did.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.finished, timeout):
+        with self._ended:
+            if not self._ended.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
             if self._error is not None:
                 raise self._error
@@ -187,6 +189,8 @@ class RequestHandle:
 
     def _wake(self, wakers: Wakers) -> None:
         self._changed.notify_all()
+        if self.finished:
+            self._ended.notify_all()
         if self._async_waiters:
             wakers.add(self._async_waiters)
             self._async_waiters = []

@@ -89,7 +89,14 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
 
     def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])

@@ -45,6 +45,7 @@ def settle(engine: Engine) -> None:
     for _ in range(500):
         stats = engine.stats()
         if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox):
+            time.sleep(0.05)  # a step that was taken off the list may be landing still
             return
         time.sleep(0.01)
     raise AssertionError(f"the engine does not come to rest: {engine.stats()}")

@@ -88,7 +88,7 @@ def test_slot_and_blocks_pass_on_while_the_old_step_is_in_flight() -> None:
 
 
 def test_abort_everywhere_gives_everything_back_and_lets_no_token_through() -> None:
-    """An abort may come before the first step, in the middle of a prefill, with tokens in flight, or in the last step."""
+    """An abort may come before the first step, inside a prefill, with tokens in flight, or in the last step."""
     for offset in range(16):
         driver = Driver(make(max_num_seqs=2))
         victim = driver.add([1] * 20, 28)
@@ -136,7 +136,7 @@ def test_context_of_whole_blocks_one_less_and_one_more(length: int) -> None:
 
 
 def test_thousand_requests_fill_the_steps() -> None:
-    """A thousand requests over 256 slots: the steps stay full, so few are needed (benchmarks/host_cost.py times this)."""
+    """A thousand requests over 256 slots: steps stay full, so few are needed (benchmarks/host_cost.py times it)."""
     scheduler = Scheduler(
         num_blocks=4096, block_size=16, num_groups=1, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=1024
     )

@@ -1,4 +1,4 @@
-"""Random submissions, steps, aborts and tiny pools: blocks and slots always add up, everything ends, nothing starves."""
+"""Random submissions, steps, aborts and tiny pools: blocks and slots add up, everything ends, nothing starves."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""Host cost of a pure-decode step: planning batch N+1 and landing batch N, at 32 to 1,024 running requests.
+
+    python -m pytest benchmarks/host_cost.py --benchmark-columns=median,iqr,max [--benchmark-json FILE]
+
+No device takes part: what is timed is all that the engine's loop does between two waits, but the launch itself. The
+waiting queue must not matter, so every size is timed with nobody and with 50,000 requests waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch.scheduler.plan import Bucket, HostBatch, StepPlan, StepShape
+from cbatch.scheduler.scheduler import Scheduler
+from cbatch.scheduler.sequence import Sequence
+
+PROMPT, BLOCK = 100, 64
+
+
+def decoding(num_running: int, num_waiting: int) -> tuple[Any, Scheduler]:
+    """A function that plans one step and lands the one before, and its scheduler with all prompts computed."""
+    max_len = 100_000  # nobody finishes
+    scheduler = Scheduler(
+        num_blocks=num_running * (max_len // BLOCK // 8) + 2,
+        block_size=BLOCK,
+        num_groups=1,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(8192, num_running),
+        max_model_len=max_len,
+    )
+    shape = StepShape(1, BLOCK, 5)
+    slabs: dict[Bucket, HostBatch] = {}
+
+    def host_batch(num_tokens: int, num_rows: int) -> HostBatch:
+        bucket = Bucket(num_tokens, num_rows)
+        if bucket not in slabs:
+            slabs[bucket] = HostBatch(np.zeros(1 << 18, np.int32), shape, bucket)
+        return slabs[bucket]
+
+    rng = np.random.default_rng(0)  # prompts of many lengths, so that new blocks are spread over the steps
+    for i in range(num_running + num_waiting):
+        length = PROMPT + int(rng.integers(0, 64)) if i < num_running else PROMPT
+        sequence = Sequence(np.ones(length, np.int32), length + 10_000, stop_token_ids=(2,))
+        sequence.sampling_bits = np.zeros(5, np.int32)
+        scheduler.add(sequence)
+    sampled = np.full(num_running, 5, np.int32)
+    in_flight: deque[StepPlan] = deque()
+
+    def step() -> None:
+        plan = scheduler.plan(host_batch)
+        assert plan is not None
+        in_flight.append(plan)
+        if len(in_flight) == 2:
+            landing = in_flight.popleft()
+            scheduler.land(landing, sampled[: landing.num_samples])
+
+    while scheduler.num_running < num_running or scheduler._prefilling:
+        step()
+    return step, scheduler
+
+
+@pytest.mark.parametrize("num_waiting", [0, 50_000])
+@pytest.mark.parametrize("num_running", [32, 256, 512, 1024])
+def test_plan_and_land(benchmark: Any, num_running: int, num_waiting: int) -> None:
+    step, scheduler = decoding(num_running, num_waiting)
+    benchmark.pedantic(step, rounds=2000, warmup_rounds=100)
+    assert scheduler.num_running == num_running and scheduler.num_waiting == num_waiting
+    benchmark.extra_info["us_per_step_median"] = benchmark.stats.stats.median * 1e6

@@ -1,0 +1,129 @@
+"""The door for servers: streams of outputs in an event loop, aborted when nobody listens. Knows no device or batch."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from cbatch.engine import Engine
+from cbatch.outputs import RequestOutput
+from cbatch.sampling_params import SamplingParams
+from cbatch.text import OutputMaker, PromptLike, encode_prompt, render_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LONG_TEXT = 5_000  # characters: some 5 ms of tokenising, which may hold up the loop; longer goes to a thread
+
+
+class AsyncLLM:
+    """A model that serves many streams at once. Arguments and errors as for ``LLM``.
+
+    Building it loads the model and blocks; do it before the loop has other work. Requests may come from many tasks,
+    and from loops of other threads too.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
+        self.engine = Engine.from_model(model, tokenizer, **engine_options)
+        self._close = weakref.finalize(self, Engine.close, self.engine)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Streams one answer.
+
+        Yields outputs as they come: each with everything so far, or with what is new, or only the last one, as
+        ``sampling_params.output_kind`` says. A slow consumer finds several tokens in one output and holds up nobody.
+        Leaving early (``break``, cancellation, ``aclose``) aborts the request.
+
+        Args:
+            prompt: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            sampling_params: None: what the model's generation_config asks for.
+            request_id: a name for ``abort``; it must not be that of a running request. None: one is made up.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
+                once, the rest by the first step of the iteration.
+            EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
+        """
+        taken = PromptLike(prompt)
+        tokenizer = self.engine.tokenizer
+        length = len(taken.text or "")
+        return self._stream(lambda: (taken.text, taken.encode(tokenizer)), length, sampling_params, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it."""
+        tokenizer = self.engine.tokenizer
+
+        def write() -> tuple[str, list[int]]:
+            text = render_chat(
+                tokenizer, messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+            )
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+
+        return self._stream(write, sum(len(str(message)) for message in messages), sampling_params, request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a running stream; its last output says ``"abort"``. Nothing happens if there is no such stream."""
+        self.engine.abort(request_id)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine takes requests: it was not closed and its loop has not failed."""
+        return self.engine.is_healthy
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
+        tokenizer: PreTrainedTokenizerBase | None = self.engine.tokenizer
+        return tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine is doing; see ``Engine.stats``."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Ends the engine: running streams raise ``EngineClosedError``, and its memory is given back. Waits."""
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def _stream(
+        self,
+        encode: Callable[[], tuple[str | None, list[int]]],
+        num_chars: int,
+        params: SamplingParams | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The one generator behind all: closing it runs its ``finally`` at once."""
+        text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
+        handle = self.engine.submit(token_ids, params, request_id)
+        try:
+            maker = OutputMaker(
+                handle.request_id, text, token_ids, handle.params, handle.metrics, self.engine.tokenizer
+            )
+            finished = False
+            while not finished:
+                chunk = await handle.anext_chunk()
+                finished = chunk.finish_reason is not None
+                output = maker.add(chunk.token_ids, chunk.finish_reason, chunk.stop_reason)
+                if output is not None:
+                    yield output
+        finally:
+            handle.abort()  # nothing happens if it has ended

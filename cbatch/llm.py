@@ -1,0 +1,164 @@
+"""The door for programs that have all their prompts at hand: text in, text out, in order. Knows no device or batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from cbatch.engine import Engine
+from cbatch.errors import InvalidRequestError
+from cbatch.outputs import RequestOutput
+from cbatch.progress import stderr_is_terminal, watch
+from cbatch.request import RequestHandle
+from cbatch.sampling_params import SamplingParams
+from cbatch.text import PromptLike, encode_prompt, render_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BAR_AFTER_S = 1.0  # work that is over before needs no progress bar
+
+
+class LLM:
+    """A model that answers many prompts at once.
+
+    Args:
+        model: an alias (``"smollm2-135m"``), a folder, a hub name, or a causal LM of transformers in memory.
+        tokenizer: a folder, a hub name or a tokenizer, where it is not the model's own.
+        engine_options: the fields of ``EngineConfig`` (``max_num_seqs=...``, ``device=...``, ``schedule=...``).
+
+    Safe to use from many threads at once; their requests run in the same batches. ``close()``, leaving the ``with``
+    block, or dropping the last reference ends the engine and gives its memory back.
+
+    Raises:
+        ConfigError, ModelNotFoundError, UnsupportedModelError: it cannot be built; the message says why.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
+        self.engine = Engine.from_model(model, tokenizer, **engine_options)
+        self._close = weakref.finalize(self, Engine.close, self.engine)  # at `del`, and at exit at the latest
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers every prompt; the outputs stand in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list of them, each a text, a list of token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``. A flat list of ids is one prompt; ``[]`` gives ``[]``.
+            sampling_params: one for all prompts or one for each. None: what the model's generation_config asks for.
+            use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters cannot be served. Then none of this call is: what the engine
+                had already taken of it is aborted. Other callers never notice.
+            EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
+            KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
+        """
+        taken = [PromptLike(prompt) for prompt in _listed(prompts)]
+        params = _one_each(sampling_params, len(taken))
+        tokenizer = self.engine.tokenizer
+        encoded = [(prompt.text, prompt.encode(tokenizer)) for prompt in taken]
+        return self._run(encoded, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for conversations, written out by the model's chat template.
+
+        Args:
+            messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
+            chat_template: a Jinja template instead of the tokenizer's own.
+            add_generation_prompt: end with the opening of the assistant's turn.
+
+        Raises:
+            InvalidRequestError: also where there is no chat template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        params = _one_each(sampling_params, len(conversations))
+        tokenizer = self.engine.tokenizer
+        encoded: list[tuple[str | None, list[int]]] = []
+        for conversation in conversations:
+            text = render_chat(
+                tokenizer, conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+            )
+            # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
+            encoded.append((text, encode_prompt(tokenizer, text, add_special_tokens=False)))
+        return self._run(encoded, params, use_tqdm)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
+        tokenizer: PreTrainedTokenizerBase | None = self.engine.tokenizer
+        return tokenizer
+
+    def close(self) -> None:
+        """Ends the engine: running requests hear of it, and its memory is given back. Waits; may be called again."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        encoded: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams | None],
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        handles: list[RequestHandle] = []
+        try:
+            for (_, token_ids), one in zip(encoded, params, strict=True):
+                handles.append(self.engine.submit(token_ids, one))
+            if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
+                watch(handles, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
+            outputs = [handle.result() for handle in handles]
+        except BaseException:  # a bad prompt, a dead engine, Ctrl-C: leave nothing of this call behind
+            for handle in handles:
+                handle.abort()
+            raise
+        for output, (text, _) in zip(outputs, encoded, strict=True):
+            output.prompt = text
+        return outputs
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt or many -> many."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # a numpy array or a tensor: one row, or a row a prompt
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    if prompts and not isinstance(prompts[0], (str, Mapping, Sequence)) and not hasattr(prompts[0], "tolist"):
+        return [prompts]  # a flat list of ids (if its items are none, the engine says so)
+    return list(prompts)
+
+
+def _one_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence) or any(not isinstance(p, SamplingParams) for p in sampling_params):
+        raise InvalidRequestError("sampling_params must be SamplingParams, a list of them, or None")
+    if len(sampling_params) != num_prompts:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts, but {len(sampling_params)} sampling_params: one each is needed"
+        )
+    return list(sampling_params)

@@ -1,0 +1,165 @@
+"""From a name to a model or a tokenizer. Knows aliases, folders and the hub; knows nothing of steps or requests.
+
+Weights come from safetensors alone, never from pickles, and code from a hub repository runs only when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import initialization as init
+
+from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.models.demo import ensure_demo_model
+from cbatch.models.transformers_model import TransformersModel
+
+DEMO = "smollm2-135m"
+_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def shape_names() -> tuple[str, ...]:
+    """The names of configs that ship with cbatch: shapes to measure with random weights (``load_format="dummy"``)."""
+    return tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: Literal["auto", "dummy"] = "auto",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> TransformersModel:
+    """Load a causal LM on ``device``: an alias, a local folder, or a repository of the hub.
+
+    ``dtype="auto"`` is the checkpoint's own, but float32 on the CPU, where 16-bit arithmetic is slow.
+    ``load_format="dummy"`` reads only the config (of a folder, a file, a hub name or one of ``shape_names()``) and
+    makes random weights of ``seed`` on the device; the caller's random state is left alone.
+    Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
+    """
+    device = torch.device(device)
+    name = str(name_or_path)
+    if load_format == "dummy":
+        module = _random_module(_find_config(name), _resolve_dtype(dtype, device), device, trust_remote_code, seed)
+    elif load_format == "auto":
+        module = _pretrained_module(_find_weights(name), _resolve_dtype(dtype, device), device, trust_remote_code)
+    else:
+        raise ConfigError(f"load_format={load_format!r} is not one of 'auto', 'dummy'")
+    model = TransformersModel(module)
+    model.name = name
+    return model
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer that belongs to a model; None for a name of ``shape_names()``, which has none.
+
+    Its end-of-sequence token may be wrong: take that from the model. Raises ModelNotFoundError.
+    """
+    name = str(name_or_path)
+    if name in shape_names():
+        return None
+    path = _find_weights(name)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {error}") from error
+
+
+def _find_weights(name: str) -> str:
+    """The folder or hub name to hand to transformers."""
+    if name == DEMO:
+        return str(ensure_demo_model())
+    if name in shape_names() and not Path(name).exists():
+        raise ModelNotFoundError(f"{name!r} is a shape without weights: use it with load_format='dummy'")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"no model folder at {name!r} (aliases: {DEMO!r}; else a folder or a hub name)")
+    return name
+
+
+def _find_config(name: str) -> str:
+    """The file, folder or hub name whose config describes the model."""
+    if name == DEMO:
+        name = "smollm2-shape"
+    path = Path(name).expanduser()
+    if path.is_file():
+        return str(path)
+    if name in shape_names() and not path.exists():
+        return str(_CONFIGS / f"{name}.json")
+    return _find_weights(name)
+
+
+def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+    """None stands for the checkpoint's own."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ConfigError(f"dtype={dtype!r} is not one of 'auto', {', '.join(map(repr, _DTYPES))}")
+    return resolved
+
+
+def _config(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {error}") from error
+
+
+def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool) -> Any:
+    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
+    straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    if straight:  # tensor by tensor; without accelerate the whole model passes through host memory first
+        options["device_map"] = {"": device}
+    config = _config(path, trust_remote_code)
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, trust_remote_code=trust_remote_code, **options
+        )
+    except OSError as error:
+        raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
+    except ValueError as error:
+        raise _not_causal(path, error) from error
+    return module if straight else module.to(device)
+
+
+def _random_module(
+    path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool, seed: int
+) -> nn.Module:
+    """Random weights by the family's own rules, made where they will live: 8B parameters in seconds on a GPU.
+
+    Built on the device itself rather than on ``meta``, so that computed buffers (RoPE frequencies) are right. The
+    first round of initialisation, torch's own, is skipped: the family's overwrites it.
+    """
+    config = _config(path, trust_remote_code)
+    dtype = dtype or config.dtype or torch.bfloat16
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), torch.device(device):
+            with init.no_init_weights():
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                module.init_weights()
+    except ValueError as error:
+        raise _not_causal(path, error) from error
+    return module.eval()
+
+
+def _not_causal(path: str, error: ValueError) -> UnsupportedModelError:
+    reason = str(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
+    return UnsupportedModelError(f"transformers makes no causal language model of {path!r}: {reason}")
+
+
+def _tried(path: str) -> str:
+    return f"the folder {path!r}" if Path(path).exists() else f"the folder {path!r} and the hub repository {path!r}"

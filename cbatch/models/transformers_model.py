@@ -1,0 +1,143 @@
+"""Any causal language model of transformers, run in packed steps. Knows transformers; knows no pages and no request."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cbatch.errors import ConfigError, UnsupportedModelError
+from cbatch.models import config_facts
+from cbatch.models.base import Attend
+from cbatch.models.hand_over import answering
+from cbatch.models.probe import probe
+from cbatch.models.structural_copy import structural_copy, uncompiled
+from cbatch.scheduler.kv_spec import KVSpec
+
+
+class TransformersModel:
+    """A causal LM that someone already has, without touching it.
+
+    Works on a structural copy: parameters are shared, so in-place updates by a training loop are seen at once, while
+    config, computed buffers and mode (eval) are the copy's own. Nothing is moved or cast. The probe at load costs five
+    forwards of a few tokens; it leaves all random state alone.
+
+    Attributes beside those of ``Model``:
+        max_model_len: from the config. A model with LongRoPE ends at its original length, because beyond it the
+            frequencies follow the longest request of the batch and one request would change the tokens of another.
+        capturable: False where the forward waits for a value from the device (an MoE that loops over the experts hit,
+            dynamic RoPE, which looks at the largest position).
+
+    Raises:
+        UnsupportedModelError: not a causal LM of transformers, spread over several devices, or the probe found that
+            packed steps would give other tokens than the model alone.
+        ConfigError: ``device`` or ``dtype`` is given and the module has another one.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        module = _causal_lm(module)
+        self.device = _only_device(module)
+        if device is not None and not _same_device(torch.device(device), self.device):
+            raise ConfigError(f"device={str(device)!r}, but the module is on {self.device}: move it there yourself")
+        if dtype is not None and dtype != module.dtype:
+            raise ConfigError(f"dtype={dtype}, but the module is {module.dtype}: cast it yourself")
+        config: Any = module.config
+        self.name: str = getattr(config, "name_or_path", "") or type(module).__name__
+        self.max_model_len = config_facts.max_positions(config)
+        self.eos_token_ids = config_facts.eos_token_ids(getattr(module, "generation_config", None), config)
+
+        self._module = structural_copy(module)
+        _ask_for_logits_alone(self._module)
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(module.forward).parameters
+        with torch.autocast(self.device.type, enabled=False):
+            found = probe(
+                self._module,
+                max_model_len=self.max_model_len,
+                takes_logits_to_keep=self._takes_logits_to_keep,
+                dtype=module.dtype,
+            )
+        self.kv_specs: tuple[KVSpec, ...] = tuple(layer.spec for layer in found.layers)
+        self.vocab_size = found.vocab_size
+        self.dtype = found.layers[0].dtype
+        self.capturable = found.capturable
+        self._layer_of = {layer.module: i for i, layer in enumerate(found.layers)}
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend) -> Tensor:
+        """Run one packed step; shapes as in ``Model.forward``. Copies nothing to the host.
+
+        Any thread may call it, one at a time: families with dynamic RoPE rewrite buffers of the copy.
+        """
+        layer_of = self._layer_of
+
+        def answer(
+            module: nn.Module,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            *,
+            scale: float,
+            window: int,
+            softcap: float,
+            sinks: Tensor | None,
+            mask: Any,
+            extras: dict[str, Any],
+        ) -> Tensor:
+            return attend(layer_of[module], q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+        options: dict[str, Any] = {"logits_to_keep": sample_rows} if self._takes_logits_to_keep else {}
+        with answering(answer):
+            out = self._module(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
+            )
+        logits: Tensor = out.logits[0]
+        return logits if self._takes_logits_to_keep else logits[sample_rows]
+
+
+def _causal_lm(module: nn.Module) -> PreTrainedModel:
+    module = uncompiled(module)
+    kind = type(module).__name__
+    if not isinstance(module, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{kind} is not a model of transformers. Unwrap it first (.module of DDP, merge_and_unload() of PEFT)"
+        )
+    config: Any = module.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder model; only causal language models can run here")
+    if not module.can_generate() or module.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{kind} is not a causal language model: it has no language modelling head")
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise UnsupportedModelError(
+            f"{kind}.forward takes no position_ids, so the sequences of a packed step cannot be told apart"
+        )
+    return module
+
+
+def _only_device(module: nn.Module) -> torch.device:
+    device_map: dict[str, Any] = getattr(module, "hf_device_map", None) or {}
+    devices = {p.device for p in module.parameters()}
+    if len({str(d) for d in device_map.values()}) > 1 or len(devices) != 1 or next(iter(devices)).type == "meta":
+        where = sorted({str(d) for d in device_map.values()} | {str(d) for d in devices})
+        raise UnsupportedModelError(f"the model is spread over {', '.join(where)}; it must be on one device")
+    return devices.pop()
+
+
+def _same_device(asked: torch.device, actual: torch.device) -> bool:
+    """``cuda`` without a number means whichever GPU the module is on."""
+    return asked.type == actual.type and asked.index in (None, actual.index)
+
+
+def _ask_for_logits_alone(module: nn.Module) -> None:
+    """Switch off what a config may ask the forward for besides logits. ``module`` is our copy."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if config is not None:
+            config.output_attentions = False
+            config.output_hidden_states = False
+            if hasattr(config, "output_router_logits"):
+                config.output_router_logits = False

@@ -1,0 +1,310 @@
+"""Between text and tokens, in the consumer's thread: prompts to ids, chats to prompts, tokens to outputs as they come.
+
+Knows a transformers tokenizer; knows nothing of engines, requests or models.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cbatch.errors import InvalidRequestError
+from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cbatch.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_CONTEXT = 6  # prompt tokens decoded in front of the output: a lone first token would lose its leading space
+_MAX_PARTIAL = 3  # a UTF-8 character has at most 4 bytes and a token at least 1: 3 tokens can dangle
+_WINDOW = 16  # tokens decoded again at each push before the window is cut: two short decodes a cut, one a push
+_MAX_HELD = 64  # tokens held back in the hope of a character; a run this long that never ends one is no text
+
+
+class Detokenizer:
+    """Makes text of one request's tokens as they arrive.
+
+    The deltas of ``push`` joined are the decode of all tokens as they continue the prompt: a sentencepiece space in
+    front of the first word is there if the prompt has text, the prompt itself is not repeated, and half a character
+    is held back until its other half comes. Only text that truly ends inside a character (``finish_reason`` came first)
+    ends in U+FFFD. A character whose first bytes are the prompt's and whose last bytes are the output's is output.
+
+    Not for two threads at once. Costs one decode of at most some 20 tokens a push, however many tokens it brings.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # Left out here, not by the decoder: a model that repeats its EOS would fill the window with silence.
+        self._silent = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._parts: list[str] = []
+
+        # The window: ids[:settled] have been shown and decode to `shown`; the rest is held back.
+        self._ids, self._settled = self._context(prompt_token_ids)
+        self._shown = self._decode(self._ids[: self._settled])
+        # Where the prompt ends inside a character, the window's text with that half character (else `shown`): what
+        # comes after it continues this one, or `shown` if the half was completed.
+        self._broken = self._shown if self._settled == len(self._ids) else self._decode(self._ids)
+        self._previous = self._settled  # start of the last delta's tokens: where the window can be cut
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> str:
+        """Takes the next tokens and returns the text that they add, ``""`` while a character is incomplete.
+
+        With ``finish_reason`` these are the last ones: nothing is held back any more, and if it is ``"stop"`` the last
+        token is the one that stopped the request, which is not text.
+        """
+        ending = len(token_ids) - 1 if finish_reason == "stop" else len(token_ids)
+        self._ids += [t for t in token_ids[:ending] if t not in self._silent]
+        held = len(self._ids) - self._settled
+        if not held:
+            return ""
+        window, settled = self._decode(self._ids), len(self._ids)
+        if finish_reason is None and window.endswith(_REPLACEMENT):
+            if held <= _MAX_PARTIAL:
+                return ""
+            window, settled = self._without_the_half(window)
+            if settled == self._settled:
+                return ""
+        if window.startswith(self._broken):
+            delta = window[len(self._broken) :]
+        elif window.startswith(self._shown):
+            delta = window[len(self._shown) :]
+        else:  # byte tokens that are no text after all made the decoder take back what is already shown
+            delta = self._decode(self._ids[self._settled : settled])
+        if delta:
+            self._parts.append(delta)
+            self._previous, self._settled = self._settled, settled
+            self._shown = self._broken = window
+            if settled > _WINDOW and finish_reason is None:
+                self._cut()
+        elif held >= _MAX_HELD:
+            del self._ids[self._settled :]  # ids that the tokenizer does not know: no text, ever
+        return delta
+
+    def _without_the_half(self, window: str) -> tuple[str, int]:
+        """The window without the last tokens, those that begin a character; how many tokens that leaves."""
+        cuts = []
+        for settled in range(len(self._ids) - 1, len(self._ids) - 1 - _MAX_PARTIAL, -1):
+            text = self._decode(self._ids[:settled])
+            if not text.endswith(_REPLACEMENT):
+                return text, settled
+            cuts.append((text.count(_REPLACEMENT), text, settled))
+        if len(self._ids) - self._settled < _MAX_HELD:
+            return self._shown, self._settled
+        _, text, settled = min(cuts)  # the fewest: U+FFFD themselves, cut between two of them
+        return text, settled
+
+    def _cut(self) -> None:
+        """Forgets all but the tokens of the last delta, from which the next one can be told as well."""
+        last = self._ids[self._previous : self._settled]
+        shown = self._decode(last)
+        if shown:  # else they were silent by themselves (a lone space of sentencepiece), so keep more
+            self._ids = last + self._ids[self._settled :]
+            self._shown = self._broken = shown
+            self._previous, self._settled = 0, len(last)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Last few tokens of the prompt, cut at whole characters, and how many of them do not end inside one."""
+        tail = prompt_token_ids[-64:]
+        ids = [t for t in tail if t not in self._silent][-(_CONTEXT + 2 * _MAX_PARTIAL) :]
+        for dangling in range(min(_MAX_PARTIAL, len(ids)) + 1):
+            whole = ids[: len(ids) - dangling]
+            for more in range(_MAX_PARTIAL + 1):
+                start = max(len(whole) - _CONTEXT - more, 0)
+                text = self._decode(whole[start:])
+                if not text.startswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT):
+                    return ids[start:], len(whole) - start
+        return ids[-_CONTEXT:], len(ids[-_CONTEXT:])  # not text at all
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        # No clean-up: it rewrites what is already shown ("do" + " n't" -> "don't").
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class OutputMaker:
+    """Turns what one request brings, chunk by chunk, into ``RequestOutput``s of the kind that it asked for."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        metrics: RequestMetrics,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self._request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
+        self._metrics = metrics
+        self._kind = params.output_kind
+        self._token_ids: list[int] = []
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+
+    def add(
+        self, token_ids: Sequence[int], finish_reason: str | None = None, stop_reason: int | str | None = None
+    ) -> RequestOutput | None:
+        """The output after these tokens; None where only the last output was asked for and this is not it."""
+        text = self._detokenizer.push(token_ids, finish_reason) if self._detokenizer else ""
+        if self._kind is RequestOutputKind.DELTA:
+            tokens = list(token_ids)
+        else:
+            self._token_ids += token_ids
+            if self._kind is RequestOutputKind.FINAL_ONLY and finish_reason is None:
+                return None
+            text = self._detokenizer.text if self._detokenizer else ""
+            tokens = self._token_ids.copy()
+        completion = CompletionOutput(0, text, tokens, finish_reason, stop_reason)
+        finished = finish_reason is not None
+        return RequestOutput(
+            self._request_id, self._prompt, self._prompt_token_ids, [completion], finished, self._metrics
+        )
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+
+    Safe from many threads, one at a time per tokenizer: a fast tokenizer changes its own state when it is called.
+
+    Raises:
+        InvalidRequestError: there is no tokenizer, or the text cannot be encoded.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError(f"prompt {_short(text)} is text, but there is no tokenizer: pass token ids")
+    with _lock_of(tokenizer):
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
+            raise InvalidRequestError(f"prompt {_short(text)} is not valid Unicode text: {error}") from None
+    return list(ids)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Text of a conversation as the model's chat template writes it, special tokens included.
+
+    Args:
+        messages: ``{"role": ..., "content": ...}``, oldest first.
+        chat_template: a Jinja template instead of the tokenizer's own.
+        add_generation_prompt: end with the opening of the assistant's turn.
+
+    Raises:
+        InvalidRequestError: no tokenizer, no template, messages of another shape, or the template refuses them.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("chat needs a tokenizer, and there is none: use generate with token ids")
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise InvalidRequestError("the tokenizer has no chat template: pass chat_template, or use generate")
+    if not messages:
+        raise InvalidRequestError("a conversation needs at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise InvalidRequestError(f"message {number} is {_short(message)}: it must be a dict of role and content")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+class PromptLike:
+    """A prompt as a user may write it, taken apart: ``text`` or ``token_ids``, the other is None."""
+
+    __slots__ = ("text", "token_ids")
+
+    def __init__(self, prompt: Any) -> None:
+        self.text: str | None = None
+        self.token_ids: list[int] | None = None
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            unknown = set(prompt) - {"prompt_token_ids", "prompt"}
+            if not keys or unknown:
+                raise InvalidRequestError(f"prompt {_short(prompt)} must hold prompt or prompt_token_ids, nothing else")
+            if "prompt_token_ids" in keys:
+                self.token_ids = _token_ids(prompt["prompt_token_ids"])
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequestError(f"prompt {_short(text)} must be text, not {type(text).__name__}")
+            self.text = text
+        elif isinstance(prompt, str):
+            self.text = prompt
+        else:
+            self.token_ids = _token_ids(prompt)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+        """Its token ids. Takes about a millisecond per 1,000 characters of text."""
+        if self.token_ids is not None:
+            return self.token_ids
+        assert self.text is not None
+        return encode_prompt(tokenizer, self.text)
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A list of ids as it came, only its outer shape checked: what the ids may be, the engine knows."""
+    if hasattr(value, "tolist"):  # a numpy array or a tensor
+        value = value.tolist()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(
+            f"prompt {_short(value)} must be text, a list of token ids or a dict, not {type(value).__name__}"
+        )
+    return list(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_specials: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()  # for the two tables
+
+
+def _lock_of(tokenizer: Any) -> threading.Lock:
+    with _guard:
+        return _locks.setdefault(tokenizer, threading.Lock())
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that ``skip_special_tokens`` leaves out. Kept, as a tokenizer of 1,000 added tokens needs 1 ms to tell."""
+    with _guard:
+        found = _specials.get(tokenizer)
+        if found is None:
+            ids = set(getattr(tokenizer, "all_special_ids", ()))
+            added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+            ids.update(number for number, token in added.items() if getattr(token, "special", False))
+            found = _specials[tokenizer] = frozenset(ids)
+        return found

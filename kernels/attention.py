@@ -1,0 +1,81 @@
+"""What the engine asks of attention over paged K and V, and who answers. Knows no request, no model and no kernel.
+
+The engine makes one `AttentionBatch` a step; a backend prepares what all layers share, then attends layer by layer.
+Triton is imported only when its backend is made, so that this file imports on a machine without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class AttentionBatch:
+    """One step's metadata. Tensors live on the device; the plain ints are known on the host, so nobody waits for them.
+
+    Row r's queries are tokens ``cu_seqlens_q[r] : cu_seqlens_q[r + 1]`` at positions ``context_lens[r] - query_len``
+    to ``context_lens[r] - 1``. Rows come decodes first. A row with context 0 is padding: it reads nothing.
+    """
+
+    block_tables: Tensor  # [num_groups, num_slots, max_blocks] int32
+    slot_mapping: Tensor  # [num_groups, num_tokens] int32: block * block_size + offset
+    row_slots: Tensor  # [num_rows] int32: the row's line in block_tables
+    cu_seqlens_q: Tensor  # [num_rows + 1] int32
+    context_lens: Tensor  # [num_rows] int32, this step's tokens included
+    num_decodes: int  # leading rows with exactly one query token each, so row r's token is token r
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """Writes a layer's new K and V into its pages and attends over them."""
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Make ready what the layers of one step share. Once a step, before the layers."""
+
+    def attend(
+        self,
+        q: Tensor,  # [num_tokens, num_heads, k_head_dim]
+        k: Tensor,  # [num_tokens, num_kv_heads, k_head_dim]
+        v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+        k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim], any stride between blocks
+        v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim], any stride between blocks
+        group: int,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,  # [num_heads] logits of a softmax column without a value
+    ) -> Tensor:
+        """Return [num_tokens, num_heads, v_head_dim] in q's dtype.
+
+        Key j is visible to the query at position p if j <= p and (window == 0 or p - j < window). With a softcap the
+        scaled score s becomes ``softcap * tanh(s / softcap)``. Tokens of no row, and rows with context 0, are zeros.
+        """
+        ...
+
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def make_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Make the backend called name: "torch", "triton", or "auto" (Triton on CUDA, torch elsewhere).
+
+    Raises ValueError for another name. "triton" never falls back: it raises ImportError where Triton is missing and
+    ValueError for a device it has no kernels for.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention={name!r}: choose one of {', '.join(map(repr, BACKENDS))}")
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "triton":
+        from cbatch.kernels.paged_attention import TritonAttention
+
+        return TritonAttention(device)
+    from cbatch.kernels.torch_attention import TorchAttention
+
+    return TorchAttention()

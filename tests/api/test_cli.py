@@ -1,0 +1,260 @@
+"""The command line on a tiny model: what is printed, what is written, and how it says no."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import cbatch
+from cbatch import cli
+from tests.api.programs import ROOT, environment, run_program
+from tests.api.test_bench import FIELDS
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Calls the program in this process; rich prints to what the runner captures, wide enough not to break lines."""
+    from rich.console import Console
+
+    def call(*arguments, stdin=None):
+        class Late(Console):  # looks sys.stdout up when it prints: the runner swaps it
+            pass
+
+        monkeypatch.setattr(cli, "out", Late(width=160))
+        monkeypatch.setattr(cli, "err", Late(width=160, stderr=True))
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+
+    return call
+
+
+def test_version(run):
+    assert run("--version").stdout == f"cbatch {cbatch.__version__}\n"
+
+
+def test_runs_as_a_module_uninstalled():
+    done = run_program("-m", "cbatch", "--version")
+    assert (done.returncode, done.stdout) == (0, f"cbatch {cbatch.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["bench"], ["bench", "throughput"], ["demo"]])
+def test_help_of_every_command(run, command):
+    assert "Usage:" in run(*command, "--help").stdout
+
+
+def test_generate_prints_one_answer_as_it_comes(run, tiny_model):
+    options = ("--model", tiny_model, "--max-tokens", 5, "--temperature", 0)
+    answer = run("generate", "hello", *options)
+    assert answer.exit_code == 0, answer.output
+    as_json = run("generate", "hello", *options, "--json")
+    (line,) = as_json.stdout.splitlines()
+    line = json.loads(line)
+    assert answer.stdout == line["text"] + "\n"
+    assert line["prompt"] == "hello"
+    assert len(line["token_ids"]) == 5
+    assert line["finish_reason"] == "length"
+
+
+def test_generate_answers_many_and_reads_stdin(run, tiny_model):
+    options = ("--model", tiny_model, "--max-tokens", 3, "--seed", 1, "--json")
+    many = run("generate", "hello", "world", *options)
+    assert [json.loads(line)["prompt"] for line in many.stdout.splitlines()] == ["hello", "world"]
+    assert run("generate", *options, stdin="hello\n\nworld\n").stdout == many.stdout
+    plain = run("generate", "hello", "[b]", "--chat", "--model", tiny_model, "--max-tokens", 3)
+    assert plain.exit_code == 0, plain.output
+    assert "hello\n" in plain.stdout
+    assert "[b]\n" in plain.stdout
+
+
+def test_chat_keeps_the_conversation(run, tiny_model, monkeypatch):
+    asked = []
+    encode = cli._encode
+
+    def spy(engine, prompts):
+        asked.extend(prompts)
+        return encode(engine, prompts)
+
+    monkeypatch.setattr(cli, "_encode", spy)
+    talk = run("chat", "--model", tiny_model, "--system", "Be kind.", "--max-tokens", 4, stdin="hello\n\nagain\n")
+    assert talk.exit_code == 0, talk.output
+    roles = [[message["role"] for message in conversation] for conversation in asked]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
+    assert asked[1][1]["content"] == "hello"
+
+
+def test_chat_forgets_the_oldest_when_it_grows_too_long(run, tiny_model, monkeypatch):
+    """A conversation outgrows any context; what is said now must still be answered."""
+    turns = "".join(f"hello number {i}\n" for i in range(8))
+    talk = run("chat", "--model", tiny_model, "--max-model-len", 100, "--max-tokens", 8, stdin=turns)
+    assert talk.exit_code == 0, talk.output
+    too_long = run("chat", "--model", tiny_model, "--max-model-len", 100, stdin="hello " * 200 + "\n")
+    assert too_long.exit_code == 1
+    assert "max_model_len" in too_long.stderr
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_bench_writes_a_run_for_each_schedule(run, tiny_model, tmp_path, load_format):
+    file = tmp_path / "figures.json"
+    sizes = ("--num-requests", 3, "--input-len", 7, "--output-len", 4, "--num-blocks", 50, "--block-size", 8)
+    done = run(
+        *("bench", "throughput", "--model", tiny_model, "--schedule", "both", "--load-format", load_format),
+        *(*sizes, "--json", file),
+    )
+    assert done.exit_code == 0, done.output
+    written = json.loads(file.read_text())
+    assert [r["schedule"] for r in written["runs"]] == ["async", "sync"]
+    for figures in written["runs"]:
+        assert figures.keys() >= FIELDS
+        assert (figures["num_requests"], figures["failed"]) == (3, 0)
+        assert (figures["input_tokens"], figures["output_tokens"]) == (21, 12)
+    assert written["environment"]["torch"]
+    assert "schedule=async" in done.stdout
+    assert "CPU lane activity" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.txt", "hello\n\nworld\n"),
+        ("prompts.json", '["hello", [1, 2, 3]]'),
+        ("prompts.jsonl", '"hello"\n{"prompt": "world"}\n'),
+    ],
+)
+def test_bench_takes_prompts_of_a_file(run, tiny_model, tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    options = ("--model", tiny_model, "--prompts", tmp_path / name, "--output-len", 3, "--json", tmp_path / "out.json")
+    assert run("bench", "throughput", *options).exit_code == 0
+    assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["num_requests"] == 2
+    assert run("bench", "throughput", *options, "--num-requests", 5).exit_code == 0
+    assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["num_requests"] == 5
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+def test_file_without_prompts_is_refused(run, tiny_model, tmp_path, content):
+    (tmp_path / "prompts.json").write_text(content)
+    done = run("bench", "throughput", "--model", tiny_model, "--prompts", tmp_path / "prompts.json")
+    assert done.exit_code == 1
+    assert "prompts.json" in done.stderr
+
+
+def test_failed_requests_are_told_and_end_the_bench_with_an_error(run, tiny_model, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps([[1], [1] * 60]))
+    options = ("--prompts", tmp_path / "prompts.json", "--max-model-len", 50, "--output-len", 3)
+    done = run("bench", "throughput", "--model", tiny_model, *options)
+    assert done.exit_code == 1
+    assert "1 failed" in done.stderr
+    assert "max_model_len is 50" in done.stderr
+
+
+def test_demo_shows_three_answers_and_both_schedules(run, tiny_model, tmp_path):
+    done = run("demo", "--model", tiny_model, "--max-tokens", 4, "--json", tmp_path / "demo.json")
+    assert done.exit_code == 0, done.output
+    prompts = json.loads(cli.DEMO_PROMPTS.read_text(encoding="utf-8"))
+    assert len(prompts) == 32
+    assert all(prompt in done.stdout for prompt in prompts[:3])
+    assert prompts[3] not in done.stdout
+    for label in ("schedule=async", "schedule=sync", "requests", "output tokens/s", "time to first token, p99"):
+        assert label in done.stdout
+    assert "Same tokens under both schedules: 32 of 32" in done.stdout
+    assert "32/32" in done.stderr
+    assert [r["num_requests"] for r in json.loads((tmp_path / "demo.json").read_text())["runs"]] == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "hello", "--max-tokens", "0"], "max_tokens=0"),
+        (["generate", "hello", "--dtype", "float7"], "float7"),
+        (["bench", "throughput", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["bench", "throughput", "--max-model-len", "100000"], "100000"),
+    ],
+)
+def test_errors_are_one_line_without_a_traceback(run, tiny_model, arguments, says):
+    done = run(*arguments, "--model", tiny_model)
+    assert done.exit_code == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.output
+    assert len(re.findall(r"^cbatch: ", done.stderr, re.MULTILINE)) == 1
+
+
+def test_unknown_model_says_what_was_tried(run, tmp_path):
+    done = run("generate", "hello", "--model", tmp_path / "no-such-model")
+    assert done.exit_code == 1
+    assert "no-such-model" in done.stderr
+    assert "Traceback" not in done.output
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=environment(TERM="dumb"),
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def read_until(self, condition, timeout_s=60.0):
+        deadline = time.monotonic() + timeout_s
+        while not condition(self.seen):
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.master], [], [], 0.1)[0]:
+                try:
+                    self.seen += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:  # it has ended
+                    assert condition(self.seen), self.seen
+                    return
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        os.close(self.master)
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(tiny_model):
+    terminal = Terminal("-m", "cbatch", "chat", "--model", tiny_model, "--max-tokens", 1900, "--temperature", 0)
+    try:
+        terminal.read_until(lambda seen: "> " in seen)
+        terminal.type("hello\n")
+        start = len(terminal.seen)
+        terminal.read_until(lambda seen: len(seen) > start + 40)  # it is answering
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until(lambda seen: seen.count("> ") >= 2)
+        terminal.type("\x04")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_ends_generate_in_under_two_seconds(tiny_model):
+    options = ("--model", tiny_model, "--max-tokens", 2000, "--temperature", 0)
+    terminal = Terminal("-m", "cbatch", "generate", "hello", *options)
+    try:
+        terminal.read_until(lambda seen: len(seen) > 40)
+        terminal.process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        assert terminal.process.wait(20) in (0, 130)  # 0: it was through already
+        assert time.monotonic() - started < 2
+    finally:
+        terminal.close()
+    assert "Traceback" not in terminal.seen

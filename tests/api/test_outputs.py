@@ -1,0 +1,22 @@
+"""Outputs are plain data: they cross a process border as they are."""
+
+import pickle
+
+from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def test_outputs_pickle():
+    output = RequestOutput(
+        request_id="a",
+        prompt="Hello",
+        prompt_token_ids=[1, 2],
+        outputs=[CompletionOutput(0, " you", [3, 4], "stop", 4)],
+        finished=True,
+        metrics=RequestMetrics(arrival_time=1.0, num_preemptions=2),
+    )
+    assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_completion_is_finished_once_it_has_a_reason():
+    assert not CompletionOutput(0, "", []).finished
+    assert CompletionOutput(0, "", [], "length").finished

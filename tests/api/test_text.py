@@ -1,0 +1,288 @@
+"""Text made of tokens as they come: nothing lost, nothing doubled, no half characters, whatever the tokenizer."""
+
+import random
+import threading
+
+import pytest
+from tokenizers import AddedToken, processors
+
+from cbatch.errors import InvalidRequestError
+from cbatch.text import Detokenizer, PromptLike, encode_prompt, render_chat
+from tests.api.tiny import CHAT_TEMPLATE, byte_level, sentencepiece_like, straddling
+
+FAMILY = "👨‍👩‍👧‍👦"  # four emoji joined by zero-width joiners: 25 bytes, one glyph
+WORDS = (
+    f"Hello, world! don't {FAMILY} 👩🏽‍🚀 你好，世界。 こんにちは é ä̂ ñ a\u0301\u0323 naïve  two  spaces"
+    "\n\ttab 12345 مرحبا हिन्दी"
+)
+
+MAKERS = [byte_level, straddling, sentencepiece_like]
+
+
+@pytest.fixture(scope="module", params=MAKERS, ids=lambda maker: maker.__name__)
+def tokenizer(request):
+    return request.param()
+
+
+def plain(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def stream(tokenizer, prompt, ids, sizes=lambda: 1, finish="length"):
+    """Deltas of `ids` pushed in chunks."""
+    detokenizer = Detokenizer(tokenizer, prompt)
+    deltas, at = [], 0
+    while True:
+        size = sizes()
+        chunk = ids[at : at + size]
+        at += size
+        last = at >= len(ids)
+        deltas.append(detokenizer.push(chunk, finish if last else None))
+        if last:
+            assert detokenizer.text == "".join(deltas)
+            return deltas
+
+
+@pytest.mark.parametrize(
+    "text", [WORDS, FAMILY, "你好，世界。", "ä̂ a\u0301", "hello world", " leading", "trailing ", "\n\n"]
+)
+def test_deltas_joined_are_the_text_and_hold_no_half_characters(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    deltas = stream(tokenizer, [], ids)
+    assert "".join(deltas) == plain(tokenizer, ids)
+    assert "".join(deltas).replace("\ufffd", "") == "".join(deltas)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_cut_into_prompt_output_and_chunks_gives_the_same_text(tokenizer, seed):
+    rng = random.Random(seed)
+    pieces = [FAMILY, "你好", "世界", "é", "a\u0301", "hello", " world", "  ", "\n", "123", "don't", "🎉", "ñ", "हि"]
+    text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 60)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    cut = rng.randint(0, len(ids) - 1)
+    deltas = stream(tokenizer, ids[:cut], ids[cut:], sizes=lambda: rng.choice([1, 1, 1, 2, 5, 40]))
+    joined = "".join(deltas)
+    assert "\ufffd" not in joined
+
+    # The output is what the whole has beyond the characters that are complete at the end of the prompt.
+    whole = plain(tokenizer, ids)
+    before = max((n for n in range(cut + 1) if not plain(tokenizer, ids[:n]).endswith("\ufffd")), default=0)
+    prefix = plain(tokenizer, ids[:before])
+    assert whole == prefix + joined or whole.removeprefix(" ") == (prefix + joined).removeprefix(" ")
+
+
+def test_first_word_keeps_its_space_after_a_prompt_and_has_none_without():
+    tokenizer = sentencepiece_like()
+    prompt = tokenizer.encode("the quick", add_special_tokens=False)
+    answer = tokenizer.encode("the quick brown fox", add_special_tokens=False)[len(prompt) :]
+    assert "".join(stream(tokenizer, prompt, answer)) == " brown fox"
+    assert "".join(stream(tokenizer, [], answer)) == "brown fox"
+    assert "".join(stream(tokenizer, [tokenizer.bos_token_id], answer)) == "brown fox"
+
+
+def test_special_token_in_the_middle_does_not_eat_the_next_space():
+    """Decoded in a window of their own, tokens after a skipped special one would look like the start of a text."""
+    tokenizer = sentencepiece_like()
+    words = tokenizer.encode("hello world the dog", add_special_tokens=False)
+    eos = tokenizer.eos_token_id
+    ids = [*words[:2], *[eos] * 300, *words[2:]]
+    assert "".join(stream(tokenizer, [], ids)) == plain(tokenizer, ids) == "hello world the dog"
+
+
+def test_special_tokens_are_text_when_asked():
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("hello"), tokenizer.eos_token_id, *tokenizer.encode(" world")]
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
+    assert "".join(detokenizer.push([token]) for token in ids) == "hello<|end|> world"
+
+
+def test_prompt_that_ends_inside_a_character_is_completed_by_the_output(tokenizer):
+    """The character shows once, in the output; what the prompt holds of it is no text yet."""
+    ids = tokenizer.encode("hello 👩🏽 world", add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        joined = "".join(stream(tokenizer, ids[:cut], ids[cut:]))
+        assert "\ufffd" not in joined
+        assert "hello 👩🏽 world".endswith(joined)
+
+
+@pytest.mark.parametrize("maker", [byte_level, sentencepiece_like], ids=lambda maker: maker.__name__)
+def test_prompt_that_ends_inside_a_character_which_the_output_does_not_complete(maker):
+    """The broken character is the prompt's fault: the output is clean."""
+    tokenizer = maker()
+    prompt = tokenizer.encode("hello 🎉", add_special_tokens=False)[:-1]
+    answer = tokenizer.encode("hello world", add_special_tokens=False)
+    assert "".join(stream(tokenizer, prompt, answer)).strip() == "hello world"
+
+
+def test_text_that_truly_ends_inside_a_character_says_so_at_the_end_only(tokenizer):
+    ids = tokenizer.encode("hello 🦄", add_special_tokens=False)[:-1]
+    deltas = stream(tokenizer, [], ids)
+    assert "\ufffd" not in "".join(deltas[:-1])
+    assert deltas[-1].endswith("\ufffd")
+    assert "".join(deltas).rstrip("\ufffd") == "hello "
+
+
+def test_stop_token_is_not_text_but_other_endings_keep_the_last_token(tokenizer):
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    assert "".join(stream(tokenizer, [], ids, finish="stop")) == plain(tokenizer, ids[:-1])
+    assert "".join(stream(tokenizer, [], ids, finish="length")) == "hello world"
+    assert "".join(stream(tokenizer, [], ids, finish="abort")) == "hello world"
+
+
+def test_real_replacement_characters_come_through(tokenizer):
+    """U+FFFD is a character too: a model may write it, even many in a row."""
+    text = "a" + "\ufffd" * 50 + "b"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(stream(tokenizer, [], ids)) == text
+    assert "".join(stream(tokenizer, ids, tokenizer.encode("b", add_special_tokens=False))).strip() == "b"
+
+
+def test_random_tokens_stream_to_their_decode_for_a_byte_level_tokenizer():
+    """A model with random weights writes broken bytes: what is shown is what decoding all of it gives."""
+    for maker in (byte_level, straddling):
+        tokenizer = maker()
+        rng = random.Random(1)
+        for _ in range(20):
+            ids = [rng.randrange(len(tokenizer)) for _ in range(200)]
+            assert "".join(stream(tokenizer, [], ids)) == plain(tokenizer, ids)
+
+
+def test_ids_the_tokenizer_does_not_know_are_silent():
+    """Models pad their vocabulary: a logit beyond the tokenizer's last id can win."""
+    tokenizer = byte_level()
+    ids = [10**6] * 200 + tokenizer.encode("hello") + [10**6] * 200 + tokenizer.encode(" world")
+    assert "".join(stream(tokenizer, [], ids)) == "hello world"
+
+
+def test_cost_does_not_grow_with_the_text(tokenizer):
+    """Counts decoded tokens: at most some 20 a push, whatever came before."""
+
+    class Counting:
+        decoded = calls = 0
+        all_special_ids = tokenizer.all_special_ids
+
+        def decode(self, ids, **kwargs):
+            Counting.decoded += len(ids)
+            Counting.calls += 1
+            return tokenizer.decode(ids, **kwargs)
+
+    ids = tokenizer.encode(WORDS * 20, add_special_tokens=False)
+    detokenizer = Detokenizer(Counting(), [])
+    for token in ids:
+        detokenizer.push([token])
+    assert Counting.decoded / len(ids) < 30
+    assert Counting.calls / len(ids) < 1.5
+    Counting.decoded = 0
+    detokenizer.push(ids, "length")
+    assert Counting.decoded < len(ids) + 100
+
+
+def test_nothing_to_push_and_nothing_to_say():
+    detokenizer = Detokenizer(byte_level(), [])
+    assert detokenizer.push([]) == ""
+    assert detokenizer.push([], "abort") == ""
+    assert detokenizer.text == ""
+
+
+def test_many_threads_encode_with_one_tokenizer():
+    """A fast tokenizer that carries a truncation changes itself at each call, and two at once are an error in it."""
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    expected = tokenizer("hello world " * 50)["input_ids"]
+    failures = []
+
+    def work():
+        try:
+            for _ in range(50):
+                assert encode_prompt(tokenizer, "hello world " * 50) == expected
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_prompt_keeps_the_special_tokens_of_its_tokenizer():
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)]
+    )
+    assert encode_prompt(tokenizer, "hello")[0] == tokenizer.bos_token_id
+    assert encode_prompt(tokenizer, "hello", add_special_tokens=False)[0] != tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [
+        ("hello", "hello", None),
+        ([1, 2], None, [1, 2]),
+        ((1, 2), None, [1, 2]),
+        ({"prompt": "hello"}, "hello", None),
+        ({"prompt_token_ids": [1]}, None, [1]),
+        ({"prompt": "hello", "prompt_token_ids": [1]}, "hello", [1]),
+        ([], None, []),
+    ],
+)
+def test_prompt_forms(prompt, text, token_ids):
+    taken = PromptLike(prompt)
+    assert (taken.text, taken.token_ids) == (text, token_ids)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, {}, {"text": "a"}, {"prompt": 3}, {"prompt_token_ids": "abc"}, b"abc"])
+def test_prompts_of_no_known_form_are_refused(prompt):
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        PromptLike(prompt)
+
+
+def test_text_that_is_no_unicode_is_refused():
+    with pytest.raises(InvalidRequestError, match="Unicode"):
+        encode_prompt(byte_level(), "a\ud800b")
+
+
+def test_text_without_a_tokenizer_is_refused():
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        PromptLike("hello").encode(None)
+
+
+def test_chat_is_rendered_by_the_template():
+    tokenizer = byte_level()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        render_chat(tokenizer, messages)
+    text = "[system]Be kind.\n[user]Hi\n[assistant]"
+    assert render_chat(tokenizer, messages, chat_template=CHAT_TEMPLATE) == text
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert render_chat(tokenizer, messages) == text
+    assert render_chat(tokenizer, messages, add_generation_prompt=False) == text.removesuffix("[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ([{"role": "user"}], "message 0"),
+        (["hello"], "message 0"),
+        ([{"role": "bad", "content": ""}], "no bad ones"),
+    ],
+)
+def test_conversations_of_another_shape_are_refused(messages, says):
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(InvalidRequestError, match=says):
+        render_chat(tokenizer, messages)
+
+
+def test_chat_without_a_tokenizer_is_refused():
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        render_chat(None, [{"role": "user", "content": "Hi"}])
+
+
+def test_added_token_that_is_not_special_stays_in_the_text():
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("<hidden>", special=True)])
+    ids = tokenizer.encode("hello<think>a<hidden>b")
+    assert "".join(stream(tokenizer, [], ids)) == plain(tokenizer, ids) == "hello<think>ab"

@@ -1,0 +1,100 @@
+"""Tiny tokenizers of the kinds that split characters, and a tiny model to go with one: made in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world hello", "don't stop 123", "naïve café"] * 20
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad ones') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Like GPT-2's: text outside the tiny training corpus falls apart into bytes, so tokens split characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|start|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*CORPUS, "你好你好你好"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>")
+
+
+def straddling() -> PreTrainedTokenizerFast:
+    """Byte level over whole texts of CJK and emoji: tokens that end and start inside characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rng = random.Random(0)
+    text = ["".join(rng.choice("你好世界界你世👨👩👧🎉🎊中文字") for _ in range(40)) for _ in range(200)]
+    tokenizer.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Like Llama 2's: a space is part of the word after it and lost at the start; unknown characters become bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    # The bytes came in as special tokens, which `decode` would skip; a real Llama's are plain entries.
+    return _without_special_bytes(fast)
+
+
+def _without_special_bytes(fast: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    state = json.loads(fast.backend_tokenizer.to_str())
+    state["added_tokens"] = [t for t in state["added_tokens"] if not t["content"].startswith("<0x")]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A random Llama of two small layers with the byte-level tokenizer and a chat template, as a folder to load."""
+    import torch
+
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    torch.random.set_rng_state(state)
+    return folder

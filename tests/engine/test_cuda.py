@@ -1,0 +1,81 @@
+"""The loop on three CUDA streams: what each request gets is known, while copies and kernels are delayed on purpose."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine import Engine
+from cbatch.sampling_params import SamplingParams
+from tests.counting import CountingModel, counted
+from tests.models.families import make_tiny
+
+pytestmark = pytest.mark.gpu
+Start = Callable[..., Engine]
+SPIN = 20_000_000  # cycles: about 10 ms
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def run(engine: Engine, count: int = 40) -> None:
+    handles = [engine.submit([i, i + 1] * (1 + i % 5), greedy(1 + i % 17)) for i in range(count)]
+    for i, handle in enumerate(handles):
+        assert handle.result(60).outputs[0].token_ids == counted(i + 1, 1 + i % 17)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {"schedule": "async"}, {"depth": 4}])
+def test_counting_on_the_gpu(counting_engine: Start, options: dict[str, Any]) -> None:
+    engine = counting_engine(CountingModel(device="cuda"), **options)
+    run(engine)
+    stats = engine.stats()
+    assert stats["activity_kind"] == "gpu" and 0 < stats["activity_pct"] <= 100
+
+
+@pytest.mark.parametrize("stream", ["h2d", "compute", "d2h"])
+def test_delayed_streams_change_no_token(counting_engine: Start, stream: str) -> None:
+    """A copy or a step that comes late must be waited for: never an old buffer, never a buffer written too early."""
+    engine = counting_engine(CountingModel(device="cuda"), max_num_seqs=8)
+    lane: Any = engine._lane
+    launch, dice = lane.launch, random.Random(1)
+
+    def late(*args: Any) -> None:
+        if dice.random() < 0.3:
+            with torch.cuda.stream(getattr(lane, stream)):
+                torch.cuda._sleep(SPIN)
+        launch(*args)
+
+    lane.launch = late
+    run(engine)
+
+
+def test_nothing_synchronises_but_the_landing() -> None:
+    """CUDA calls that wait on their own (a copy from pageable memory, ``.item()``) raise in this mode."""
+    with Engine.from_model(make_tiny("llama", device="cuda"), max_num_seqs=8, block_size=16, num_blocks=64) as engine:
+        warm = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
+        first = [h.result(60).outputs[0].token_ids for h in warm]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
+            assert [h.result(60).outputs[0].token_ids for h in again] == first
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
+    model = make_tiny("llama", device="cuda")
+    answers = []
+    for options in ({"schedule": "sync"}, {"schedule": "async"}, {"depth": 3}):
+        with Engine.from_model(model, max_num_seqs=5, block_size=16, num_blocks=64, **options) as engine:
+            asked = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=15) for i in range(12)]
+            answers.append([engine.submit([5, 6, 7], p).result(60).outputs[0].token_ids for p in asked])
+    assert answers[0] == answers[1] == answers[2]
+    assert len({tuple(a) for a in answers[0]}) > 6
