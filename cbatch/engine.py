@@ -315,7 +315,7 @@ class Engine:
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
         """What a request without ``SamplingParams`` gets: the model's ``generation_config``."""
-        generation_config = getattr(self.model, "generation_config", None)
+        generation_config = self.model.generation_config
         return SamplingParams.from_generation_config(generation_config) if generation_config else SamplingParams()
 
     def abort(self, request_id: str) -> bool:

@@ -7,7 +7,8 @@ Contract of every kernel here:
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head.
 - offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
 - nothing is read beyond a row's context, so stale NaN in a page cannot leak. Rows with context 0 give zeros.
-- a grid depends on num_rows, num_splits and max_query_len, which the host knows: never on what the device holds.
+- a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
+  of one query is the decode kernel's and any other the prefill kernel's, which they find out on the device.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def _decode_kernel(
     sinks,
     block_tables,
     row_slots,
+    cu_seqlens_q,
     context_lens,
     window,
     scale,
@@ -166,6 +168,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -175,6 +178,11 @@ def _decode_kernel(
     row = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
+    token = row
+    if MIXED:
+        token = tl.load(cu_seqlens_q + row)
+        if tl.load(cu_seqlens_q + row + 1) - token != 1:
+            return
     context_len = tl.load(context_lens + row)
     slot = tl.load(row_slots + row).to(tl.int64)
 
@@ -189,7 +197,7 @@ def _decode_kernel(
     heads = kv_head * GROUP_SIZE + group
     k_dims = tl.arange(0, K_PADDED)
     query = tl.load(
-        q + row.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride + k_dims[None, :],
+        q + token.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride + k_dims[None, :],
         mask=(group < GROUP_SIZE)[:, None] & (k_dims < K_DIM)[None, :],
         other=0.0,
     )
@@ -220,8 +228,8 @@ def _decode_kernel(
     )
     v_dims = tl.arange(0, V_PADDED)
     mask = (group < GROUP_SIZE)[:, None] & (v_dims < V_DIM)[None, :]
-    lines = row.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
     if NUM_SPLITS == 1:
+        lines = token.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
         if HAS_SINKS:
             sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
             new_top = tl.maximum(top, sink)
@@ -232,7 +240,7 @@ def _decode_kernel(
         tl.store(out + lines[:, None] * V_DIM + v_dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
     else:
         # A split without keys stores zeros with a weight of 2^-1e30.
-        lines = lines * NUM_SPLITS + split
+        lines = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads) * NUM_SPLITS + split
         acc = acc / tl.maximum(total, 1e-20)[:, None]
         tl.store(partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=mask)
         tl.store(partial_lse + lines, top + tl.log2(tl.maximum(total, 1e-20)), mask=group < GROUP_SIZE)
@@ -243,16 +251,24 @@ def _combine_kernel(
     partial_out,
     partial_lse,
     sinks,
+    cu_seqlens_q,
     out,
     NUM_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    MIXED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """One program weighs the splits of one row and head, and adds them up."""
     LOG2E: tl.constexpr = 1.4426950408889634
     line = tl.program_id(0).to(tl.int64)
+    row = line // NUM_HEADS
+    token = row
+    if MIXED:
+        token = tl.load(cu_seqlens_q + row).to(tl.int64)
+        if tl.load(cu_seqlens_q + row + 1) - token != 1:
+            return
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, V_PADDED)
     lse = tl.load(partial_lse + line * NUM_SPLITS + splits)
@@ -269,10 +285,11 @@ def _combine_kernel(
         partial_out + (line * NUM_SPLITS + splits)[:, None] * V_DIM + dims[None, :], mask=mask[None, :], other=0.0
     )
     result = tl.sum(values * weights[:, None], 0) / total
+    line = token * NUM_HEADS + line % NUM_HEADS
     tl.store(out + line * V_DIM + dims, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -283,7 +300,7 @@ def _prefill_kernel(
     row_slots,
     cu_seqlens_q,
     context_lens,
-    first_row,
+    num_rows,
     window,
     scale,
     softcap,
@@ -305,14 +322,26 @@ def _prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One program: BLOCK_M queries of one row and one head. Rows with fewer queries leave their programs idle."""
+    """One program: BLOCK_M queries of one row and one head.
+
+    Row r's tiles begin at cu_seqlens_q[r] // BLOCK_M + r, which leaves room for a partial tile of every row before it, so
+    the grid is a function of the step's shape alone. A program finds its row by bisection (as vLLM's unified kernel).
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
-    row = tl.program_id(0) + first_row
-    head = tl.program_id(1)
-    tile = tl.program_id(2)
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = 0
+    above = num_rows
+    while above - row > 1:
+        middle = (row + above) // 2
+        if tl.load(cu_seqlens_q + middle) // BLOCK_M + middle <= tile:
+            row = middle
+        else:
+            above = middle
     token_start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - token_start
-    if tile * BLOCK_M >= query_len:
+    tile = tile - (token_start // BLOCK_M + row)
+    if (tile * BLOCK_M >= query_len) | (query_len == 1):
         return
     context_len = tl.load(context_lens + row)
     slot = tl.load(row_slots + row).to(tl.int64)
@@ -446,11 +475,12 @@ class TritonAttention:
         shape = (q.shape[0], q.shape[1], v.shape[2])
         num_rows = batch.context_lens.shape[0]
         # In a decode step the kernel writes every token; else there may be padding behind the last row.
-        out = q.new_empty(shape) if q.shape[0] == batch.num_decodes else q.new_zeros(shape)
-        if batch.num_decodes:
-            self._decode(out, q, k_cache, v_cache, group, scale, window, softcap, sinks)
-        if num_rows > batch.num_decodes and batch.max_query_len:
-            self._prefill(out, q, k_cache, v_cache, group, scale, window, softcap, sinks)
+        mixed = batch.max_query_len != 1 or q.shape[0] != num_rows
+        out = q.new_zeros(shape) if mixed else q.new_empty(shape)
+        if num_rows:
+            self._decode(out, q, k_cache, v_cache, group, scale, window, softcap, sinks, mixed)
+            if batch.max_query_len > 1:
+                self._prefill(out, q, k_cache, v_cache, group, scale, window, softcap, sinks)
         return out
 
     def _decode(
@@ -464,8 +494,9 @@ class TritonAttention:
         window: int,
         softcap: float,
         sinks: Tensor | None,
+        mixed: bool,
     ) -> None:
-        batch, num_rows = self._batch, self._batch.num_decodes
+        batch, num_rows = self._batch, self._batch.context_lens.shape[0]
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         group_size = num_heads // num_kv_heads
@@ -484,6 +515,7 @@ class TritonAttention:
             q if sinks is None else sinks,
             self._tables[group],
             batch.row_slots,
+            batch.cu_seqlens_q,
             batch.context_lens,
             window,
             scale,
@@ -503,6 +535,7 @@ class TritonAttention:
             BLOCK_M=max(16, triton.next_power_of_2(group_size)),
             BLOCK_N=block_n,
             NUM_SPLITS=num_splits,
+            MIXED=mixed,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
@@ -515,11 +548,13 @@ class TritonAttention:
                 partial_out,
                 partial_lse,
                 q if sinks is None else sinks,
+                batch.cu_seqlens_q,
                 out,
                 NUM_HEADS=num_heads,
                 V_DIM=v_dim,
                 V_PADDED=v_padded,
                 NUM_SPLITS=num_splits,
+                MIXED=mixed,
                 HAS_SINKS=sinks is not None,
                 num_warps=1 if num_splits * v_padded <= 1024 else 4,
                 **FMA,
@@ -538,13 +573,13 @@ class TritonAttention:
         sinks: Tensor | None,
     ) -> None:
         batch = self._batch
-        num_rows = batch.context_lens.shape[0] - batch.num_decodes
+        num_rows = batch.context_lens.shape[0]
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
         # IEEE float32 dots become one unrolled FMA a product: 64 x 64 tiles would take minutes to compile.
-        block_m = min(32 if q.element_size() == 4 else 64, max(16, triton.next_power_of_2(batch.max_query_len)))
-        _prefill_kernel[(num_rows, num_heads, triton.cdiv(batch.max_query_len, block_m))](
+        block_m = 32 if q.element_size() == 4 else 64
+        _prefill_kernel[(num_heads, q.shape[0] // block_m + num_rows)](
             q,
             k_cache,
             v_cache,
@@ -554,7 +589,7 @@ class TritonAttention:
             batch.row_slots,
             batch.cu_seqlens_q,
             batch.context_lens,
-            batch.num_decodes,
+            num_rows,
             window,
             scale,
             softcap,

@@ -17,6 +17,7 @@ class CountingModel:
     dtype = torch.float32
     name = "counting"
     capturable = True
+    generation_config = None
 
     def __init__(
         self, vocab_size: int = 100, max_model_len: int = 128, eos: tuple[int, ...] = (), device: str = "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Model(Protocol):
     """Of keys and values, as the model hands them over."""
     device: torch.device
     eos_token_ids: tuple[int, ...]
+    generation_config: Any
+    """transformers' ``GenerationConfig``, which supplies the sampling parameters of requests that bring none; or None."""
     name: str
     capturable: bool
     """Whether the forward may be captured in a CUDA graph: it never waits for a value from the device."""

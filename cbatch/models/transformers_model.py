@@ -49,7 +49,8 @@ class TransformersModel:
         config: Any = module.config
         self.name: str = getattr(config, "name_or_path", "") or type(module).__name__
         self.max_model_len = config_facts.max_positions(config)
-        self.eos_token_ids = config_facts.eos_token_ids(getattr(module, "generation_config", None), config)
+        self.generation_config: Any = getattr(module, "generation_config", None)
+        self.eos_token_ids = config_facts.eos_token_ids(self.generation_config, config)
 
         self._module = structural_copy(module)
         _ask_for_logits_alone(self._module)

@@ -137,6 +137,16 @@ def test_a_caller_under_autocast_and_inference_mode_gets_a_float32_model():
     torch.testing.assert_close(packed_logits(model), plain_logits(module), atol=1e-4, rtol=1e-4)
 
 
+def test_a_matmul_precision_that_was_set_for_one_backend_alone_is_no_trouble(monkeypatch):
+    """torch then raises when it is asked for the precision of all of them."""
+
+    def mixed():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    TransformersModel(make_tiny("llama"))
+
+
 # torch.compile
 
 
