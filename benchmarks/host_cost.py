@@ -56,7 +56,7 @@ def decoding(num_running: int, num_waiting: int) -> tuple[Any, Scheduler]:
         in_flight.append(plan)
         if len(in_flight) == 2:
             landing = in_flight.popleft()
-            scheduler.land(landing, sampled[: landing.num_samples])
+            scheduler.land(landing, sampled[: landing.sizes.num_samples])
 
     while scheduler.num_running < num_running or scheduler._prefilling:
         step()

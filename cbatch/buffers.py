@@ -5,6 +5,7 @@ A buffer belongs to one step from its launch until its landing; only then is it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,14 @@ class DeviceBatch:
 class IOBuffer:
     """One host slab with its device twin, and room for the tokens that come back (int32, ``max_num_seqs``)."""
 
-    def __init__(self, shape: StepShape, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: StepShape, limit: Bucket, choose: Callable[[int, int], Bucket], device: torch.device
+    ) -> None:
+        """``choose`` gives the bucket of a step of so many tokens and rows; ``limit`` is the largest one."""
         self._shape = shape
-        self._limit = Bucket(max_num_tokens, max_num_seqs)
-        words = layout(shape, self._limit)[1]
+        self._choose = choose
+        max_num_seqs = limit.num_rows
+        words = layout(shape, limit)[1]
         pin = device.type == "cuda"
         self.host_slab = torch.zeros(words, dtype=torch.int32, pin_memory=pin)
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
@@ -64,15 +69,19 @@ class IOBuffer:
 
     def host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
         """The views for a step of this size, in the smallest bucket that holds it."""
-        limit = self._limit
-        bucket = Bucket(
-            min(round_up(num_tokens), limit.num_tokens),
-            min(round_up(num_rows), limit.num_rows),
-        )
-        return self._views_for(bucket)[0]
+        return self._views_for(self._choose(num_tokens, num_rows))[0]
 
     def device_batch(self, host: HostBatch) -> DeviceBatch:
         return self._views_for(host.bucket)[1]
+
+
+def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:
+    """The buckets of steps that run eagerly: a few hundred, so that their views are made once."""
+
+    def choose(num_tokens: int, num_rows: int) -> Bucket:
+        return Bucket(min(round_up(num_tokens), limit.num_tokens), min(round_up(num_rows), limit.num_rows))
+
+    return choose
 
 
 def round_up(count: int) -> int:

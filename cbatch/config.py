@@ -52,7 +52,8 @@ class EngineConfig:
         depth: steps in flight, 2 or more with ``"async"``; None: 2, and 1 with ``"sync"``.
         attention: kernels; ``"auto"`` is Triton on CUDA and torch elsewhere. An explicit choice never falls back.
         model_impl: ``"auto"`` or ``"transformers"``: how the model is run.
-        enforce_eager: launch each kernel from Python instead of replaying CUDA graphs.
+        enforce_eager: launch each kernel from Python instead of replaying CUDA graphs. Steps run eagerly in any case on
+            the CPU, with ``attention="torch"``, and for a model whose forward waits for values from the device.
         seed: seeds the requests that bring no seed of their own.
         device, dtype, load_format, trust_remote_code: how a model given by name is loaded.
 
@@ -73,7 +74,7 @@ class EngineConfig:
     attention: Literal["auto", "torch", "triton"] = "auto"
     model_impl: Literal["auto", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -103,8 +104,6 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed!r}, but must be an integer from 0 to 2**64 - 1")
-        if not self.enforce_eager:
-            raise ConfigError("enforce_eager is False, but CUDA graphs are not there yet: only True works")
         if self.schedule == "sync" and self.depth not in (None, 1):
             raise ConfigError(f'depth is {self.depth}, but schedule="sync" has one step in flight: leave it out')
         if self.schedule == "async" and self.depth is not None and self.depth < 2:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbatch.buffers import IOBuffer
+from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig, available_memory_bytes, parse_dtype
 from cbatch.errors import (
     CBatchError,
@@ -38,6 +38,7 @@ from cbatch.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
+from cbatch.graphs import Buckets, GraphSet
 from cbatch.kernels.attention import make_backend
 from cbatch.kv_cache import KVCache, page_bytes
 from cbatch.models.base import Model
@@ -46,7 +47,7 @@ from cbatch.runner import Runner, measure_peak_bytes
 from cbatch.sampler import NUM_PARAMS, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import KVGroup, group_layers
-from cbatch.scheduler.plan import Landed, StepPlan, StepShape
+from cbatch.scheduler.plan import Bucket, Landed, StepPlan, StepShape
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
@@ -92,10 +93,14 @@ class Engine:
             max_model_len=config.max_model_len,
         )
         self.depth = config.depth
+        cuda = model.device.type == "cuda"
+        graphed = cuda and not config.enforce_eager and model.capturable and backend.capturable
         shape = StepShape(len(groups), config.block_size, NUM_PARAMS)
-        self._buffers = [
-            IOBuffer(shape, config.max_num_batched_tokens, config.max_num_seqs, model.device) for _ in range(self.depth)
-        ]
+        limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
+        buckets = Buckets(limit.num_tokens, limit.num_rows)
+        choose = buckets.choose if graphed else eager_bucket(limit)
+        self._buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(self.depth)]
+        self._graphs: GraphSet | None = None
         self._runner = Runner(
             model,
             KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
@@ -104,8 +109,15 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=self.scheduler.tables.max_blocks_per_seq,
         )
-        cuda = model.device.type == "cuda"
-        self._lane: Lane = CudaLane(self._buffers, model.device) if cuda else CpuLane(self._buffers)
+        if cuda:
+            lane = CudaLane(self._buffers, model.device)
+            if graphed:
+                self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
+            self._lane: Lane = lane
+        else:
+            self._lane = CpuLane(self._buffers)
+        self._compute = self._graphs.launch if self._graphs else self._runner.run
+        self._num_graphs = len(self._graphs) if self._graphs else 0
         self._clock = StepClock()
         self._num_launched = 0
         self._num_wasted = 0
@@ -213,14 +225,14 @@ class Engine:
                 metrics.first_scheduled_time = metrics.first_scheduled_time or now
                 metrics.num_preemptions = sequence.num_preemptions
         self._num_launched += 1
-        self._lane.launch(io, plan.host.num_words, plan.num_samples, partial(self._runner.step, io, plan))
+        self._lane.launch(io, plan.host.num_words, plan.sizes.num_samples, partial(self._compute, io, plan))
         return Step(plan, io, (time.perf_counter() - start) * 1e6)
 
     def land(self, step: Step) -> Landed:
         """Wait for a batch, and take its tokens in."""
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        tokens = step.io.sampled[: step.plan.num_samples].copy()  # the buffer is the next step's
+        tokens = step.io.sampled[: step.plan.sizes.num_samples].copy()  # the buffer is the next step's
         landed = self.scheduler.land(step.plan, tokens)
         self._num_wasted += landed.num_wasted
         self._num_output_tokens += landed.tokens.size
@@ -428,6 +440,7 @@ class Engine:
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
+            "num_graphs": self._num_graphs,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
             **self._clock.summary(),
@@ -453,7 +466,7 @@ class Engine:
 
     def _free(self) -> None:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
-        for name in ("model", "_runner", "_buffers"):
+        for name in ("model", "_runner", "_buffers", "_graphs", "_compute"):
             self.__dict__.pop(name, None)
         if self._lane.kind == "gpu":
             torch.cuda.empty_cache()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbatch.buffers import IOBuffer
+from cbatch.buffers import DeviceBatch, IOBuffer
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, sample
-from cbatch.scheduler.plan import StepPlan
+from cbatch.scheduler.plan import StepPlan, StepSizes
 
 
 class Runner:
@@ -41,14 +41,15 @@ class Runner:
         self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self._flat_tables = self.block_tables.view(-1)
 
-    def step(self, io: IOBuffer, plan: StepPlan) -> None:
-        """Compute a step whose slab is on the device; its tokens end up in ``io.device_sampled``. Waits for nothing."""
-        batch = io.device_batch(plan.host)
-        tokens, rows, samples = plan.num_tokens, plan.num_rows, plan.num_samples
+    def step(self, batch: DeviceBatch, sizes: StepSizes, sampled: Tensor, flags: int) -> Tensor:
+        """Compute a step whose arrays are on the device, and put its tokens into ``sampled``. Waits for nothing.
 
-        if n := plan.num_table_updates:
+        Returns the logits ``[num_samples, vocab_size]``.
+        """
+        tokens, rows = sizes.num_tokens, sizes.num_rows
+        if n := sizes.num_table_updates:
             self._flat_tables.index_put_((batch.table_index[:n],), batch.table_value[:n])
-        if n := plan.num_param_updates:
+        if n := sizes.num_param_updates:
             self.params.index_put_((batch.param_slots[:n],), batch.param_values[:n])
 
         carry_slots = batch.carry_slots[:tokens]
@@ -62,21 +63,31 @@ class Runner:
                 row_slots=batch.row_slots[:rows],
                 cu_seqlens_q=batch.cu_seqlens_q[: rows + 1],
                 context_lens=batch.context_lens[:rows],
-                num_decodes=plan.num_decodes,
-                max_query_len=plan.max_query_len,
-                max_context_len=plan.max_context_len,
+                num_decodes=sizes.num_decodes,
+                max_query_len=sizes.max_query_len,
+                max_context_len=sizes.max_context_len,
             )
         )
         # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
-        sample_rows = batch.sample_rows[: max(samples, 1)]
-        positions = batch.positions[:tokens]
-        logits = self.model.forward(input_ids.long(), positions.long(), sample_rows.long(), self.kv_cache.attend)
-        if samples:
-            out_slots = batch.out_slots[:samples]
-            params = self.params.index_select(0, out_slots)
-            sampled = sample(logits, params, positions.index_select(0, sample_rows) + 1, plan.flags)
-            self.last_tokens.index_put_((out_slots,), sampled)
-            io.device_sampled[:samples].copy_(sampled)
+        sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
+        logits = self.model.forward(
+            input_ids.long(), batch.positions[:tokens].long(), sample_rows.long(), self.kv_cache.attend
+        )
+        if sizes.num_samples:
+            self.sample(batch, sizes.num_samples, logits, sampled, flags)
+        return logits
+
+    def run(self, io: IOBuffer, plan: StepPlan) -> None:
+        """Launch a step kernel by kernel."""
+        self.step(io.device_batch(plan.host), plan.sizes, io.device_sampled, plan.flags)
+
+    def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, sampled: Tensor, flags: int) -> None:
+        """Draw the tokens of a step from its logits into ``sampled``, and remember them by slot."""
+        out_slots = batch.out_slots[:num_samples]
+        positions = batch.positions.index_select(0, batch.sample_rows[:num_samples]) + 1
+        tokens = sample(logits, self.params.index_select(0, out_slots), positions, flags)
+        self.last_tokens.index_put_((out_slots,), tokens)
+        sampled[:num_samples].copy_(tokens)
 
 
 @torch.inference_mode()

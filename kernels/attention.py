@@ -34,6 +34,8 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Writes a layer's new K and V into its pages and attends over them."""
 
+    capturable: bool  # whether its calls may be captured in a CUDA graph: it never waits for the device
+
     def prepare(self, batch: AttentionBatch) -> None:
         """Make ready what the layers of one step share. Once a step, before the layers."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from cbatch.kernels.attention import AttentionBatch
 
 MAX_HEAD_DIM = 256
+MAX_SPLITS = 64
 MIN_SPLIT_LEN = 128  # tokens: a shorter split costs more to combine than it gains
 FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
 
@@ -137,19 +138,20 @@ def _attend_pages(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
     out,
-    partial_out,  # [num_rows * num_heads, NUM_SPLITS, V_DIM] float32
-    partial_lse,  # [num_rows * num_heads, NUM_SPLITS] float32, log2 units
+    partial_out,  # [num_rows * num_heads, num_splits, V_DIM] float32
+    partial_lse,  # [num_rows * num_heads, num_splits] float32, log2 units
     sinks,
     block_tables,
     row_slots,
     cu_seqlens_q,
     context_lens,
+    num_splits,
     window,
     scale,
     softcap,
@@ -167,7 +169,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -189,7 +191,7 @@ def _decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(context_len - window, 0) // BLOCK_N * BLOCK_N
-    split_len = tl.cdiv(tl.cdiv(context_len - first, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    split_len = tl.cdiv(tl.cdiv(context_len - first, BLOCK_N), num_splits) * BLOCK_N
     start = first + split * split_len
     end = tl.minimum(start + split_len, context_len)
 
@@ -228,7 +230,7 @@ def _decode_kernel(
     )
     v_dims = tl.arange(0, V_PADDED)
     mask = (group < GROUP_SIZE)[:, None] & (v_dims < V_DIM)[None, :]
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         lines = token.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
         if HAS_SINKS:
             sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
@@ -240,23 +242,24 @@ def _decode_kernel(
         tl.store(out + lines[:, None] * V_DIM + v_dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
     else:
         # A split without keys stores zeros with a weight of 2^-1e30.
-        lines = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads) * NUM_SPLITS + split
+        lines = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads) * num_splits + split
         acc = acc / tl.maximum(total, 1e-20)[:, None]
         tl.store(partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=mask)
         tl.store(partial_lse + lines, top + tl.log2(tl.maximum(total, 1e-20)), mask=group < GROUP_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial_out,
     partial_lse,
     sinks,
     cu_seqlens_q,
     out,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     MIXED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -269,9 +272,9 @@ def _combine_kernel(
         token = tl.load(cu_seqlens_q + row).to(tl.int64)
         if tl.load(cu_seqlens_q + row + 1) - token != 1:
             return
-    splits = tl.arange(0, NUM_SPLITS)
+    splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, V_PADDED)
-    lse = tl.load(partial_lse + line * NUM_SPLITS + splits)
+    lse = tl.load(partial_lse + line * num_splits + splits, mask=splits < num_splits, other=-1e30)
     top = tl.max(lse, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + line % NUM_HEADS).to(tl.float32) * LOG2E
@@ -281,10 +284,12 @@ def _combine_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - top)
     mask = dims < V_DIM
-    values = tl.load(
-        partial_out + (line * NUM_SPLITS + splits)[:, None] * V_DIM + dims[None, :], mask=mask[None, :], other=0.0
-    )
-    result = tl.sum(values * weights[:, None], 0) / total
+    result = tl.zeros((V_PADDED,), tl.float32)
+    for split in range(num_splits):
+        at = line * num_splits + split
+        weight = tl.exp2(tl.load(partial_lse + at) - top)
+        result += weight * tl.load(partial_out + at * V_DIM + dims, mask=mask, other=0.0)
+    result = result / total
     line = token * NUM_HEADS + line % NUM_HEADS
     tl.store(out + line * V_DIM + dims, result.to(out.dtype.element_ty), mask=mask)
 
@@ -324,8 +329,8 @@ def _prefill_kernel(
 ):
     """One program: BLOCK_M queries of one row and one head.
 
-    Row r's tiles begin at cu_seqlens_q[r] // BLOCK_M + r, which leaves room for a partial tile of every row before it, so
-    the grid is a function of the step's shape alone. A program finds its row by bisection (as vLLM's unified kernel).
+    Row r's tiles begin at cu_seqlens_q[r] // BLOCK_M + r, which leaves room for a partial tile of every row before it,
+    so the grid is a function of the step's shape. A program finds its row by bisection (as in vLLM's unified kernel).
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     head = tl.program_id(0)
@@ -437,6 +442,8 @@ def write_kv(
 class TritonAttention:
     """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it."""
 
+    capturable = True
+
     def __init__(self, device: torch.device) -> None:
         """Raise ValueError for a device that Triton has no kernels for."""
         if device.type == "cuda":
@@ -517,6 +524,7 @@ class TritonAttention:
             batch.row_slots,
             batch.cu_seqlens_q,
             batch.context_lens,
+            num_splits,
             window,
             scale,
             softcap,
@@ -534,7 +542,7 @@ class TritonAttention:
             BLOCK_SIZE=block_size,
             BLOCK_M=max(16, triton.next_power_of_2(group_size)),
             BLOCK_N=block_n,
-            NUM_SPLITS=num_splits,
+            SPLIT=num_splits > 1,
             MIXED=mixed,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
@@ -550,13 +558,14 @@ class TritonAttention:
                 q if sinks is None else sinks,
                 batch.cu_seqlens_q,
                 out,
+                num_splits,
                 NUM_HEADS=num_heads,
                 V_DIM=v_dim,
                 V_PADDED=v_padded,
-                NUM_SPLITS=num_splits,
+                MAX_SPLITS=MAX_SPLITS,
                 MIXED=mixed,
                 HAS_SINKS=sinks is not None,
-                num_warps=1 if num_splits * v_padded <= 1024 else 4,
+                num_warps=1,
                 **FMA,
             )
 
@@ -616,9 +625,9 @@ class TritonAttention:
         )
 
     def _num_splits(self, num_programs: int, max_context_len: int) -> int:
-        """Enough splits for two programs a multiprocessor. A power of two, so that few kernels are compiled."""
+        """Enough splits for two programs a multiprocessor; a power of two."""
         wanted = triton.next_power_of_2(triton.cdiv(2 * self._num_multiprocessors, num_programs))
-        return min(wanted, max(1, triton.next_power_of_2(max_context_len) // MIN_SPLIT_LEN), 64)
+        return min(wanted, max(1, triton.next_power_of_2(max_context_len) // MIN_SPLIT_LEN), MAX_SPLITS)
 
     def _partials(self, num_lines: int, v_dim: int) -> tuple[Tensor, Tensor]:
         """Scratch for the splits: [num_lines, v_dim] and [num_lines] float32. Allocates only when it has to grow.

@@ -35,6 +35,8 @@ QUERY_BLOCK = 256  # queries whose scores are kept at once where SDPA cannot ser
 class TorchAttention:
     """AttentionBackend for any device and dtype. On CUDA `prepare` waits for the device to learn the lengths."""
 
+    capturable = False
+
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 

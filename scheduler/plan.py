@@ -115,14 +115,10 @@ class HostBatch:
             setattr(self, name, slab[offset : offset + int(np.prod(dims))].reshape(dims))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """One step: its sizes for the launch, and its sampled rows for the landing.
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """How much of a step's arrays is in use, and what a launch must know of their content."""
 
-    A row is resolved through its sequence and epoch, never through its slot, which may have a new owner by then.
-    """
-
-    host: HostBatch
     num_tokens: int
     num_rows: int
     num_decodes: int  # leading rows of one token each, whose input is carried over on the device
@@ -131,6 +127,17 @@ class StepPlan:
     num_param_updates: int
     max_query_len: int
     max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step: its arrays and sizes for the launch, and its sampled rows for the landing.
+
+    A row is resolved through its sequence and epoch, never through its slot, which may have a new owner by then.
+    """
+
+    host: HostBatch
+    sizes: StepSizes
     flags: int  # OR of the flags of the sampled sequences
     slots: NDArray[np.intp]  # [num_samples]
     epochs: NDArray[np.int64]  # [num_samples]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
-from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan
+from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
 from cbatch.scheduler.sequence import Sequence, Status
 from cbatch.scheduler.slots import SlotTables
 
@@ -329,14 +329,16 @@ class Scheduler:
 
         plan = StepPlan(
             host=host,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            num_decodes=num_decodes,
-            num_samples=num_samples,
-            num_table_updates=num_updates,
-            num_param_updates=len(admitted),
-            max_query_len=max_query_len,
-            max_context_len=max_context_len,
+            sizes=StepSizes(
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                num_decodes=num_decodes,
+                num_samples=num_samples,
+                num_table_updates=num_updates,
+                num_param_updates=len(admitted),
+                max_query_len=max_query_len,
+                max_context_len=max_context_len,
+            ),
             flags=int(np.bitwise_or.reduce(t.flags[slots])) if num_samples else 0,
             slots=slots,
             epochs=t.epoch[slots],

@@ -47,7 +47,7 @@ class Model(Protocol):
     device: torch.device
     eos_token_ids: tuple[int, ...]
     generation_config: Any
-    """transformers' ``GenerationConfig``, which supplies the sampling parameters of requests that bring none; or None."""
+    """transformers' ``GenerationConfig`` or None: the sampling parameters of requests that bring none."""
     name: str
     capturable: bool
     """Whether the forward may be captured in a CUDA graph: it never waits for a value from the device."""

@@ -290,7 +290,7 @@ class _Rule:
 
     Row by row: the distance of the two rows over the spread of the plain one. In the tiny models of 60 families this
     is up to 3e-6 in float32, 0.005 in float16 and 0.04 in bfloat16; a wrong position, mask or neighbour makes it about
-    1. The bound 2 * sqrt(eps) lies between: 7e-4, 0.06, 0.18 (also for float32 that the caller lets run as TF32 or less).
+    1. The bound 2 * sqrt(eps) lies between: 7e-4, 0.06, 0.18 (also for float32 that the caller lets run in less).
     In 16 bits a near-tie may send a token to another expert, which changes its row and, through attention, later ones.
     So with experts half of the rows of a sequence may differ, and there are three attempts with other tokens: what is
     wrong by construction is wrong in all rows of a sequence, every time.

@@ -57,7 +57,13 @@ def test_delayed_streams_change_no_token(counting_engine: Start, stream: str) ->
 
 def test_nothing_synchronises_but_the_landing() -> None:
     """CUDA calls that wait on their own (a copy from pageable memory, ``.item()``) raise in this mode."""
-    with Engine.from_model(make_tiny("llama", device="cuda"), max_num_seqs=8, block_size=16, num_blocks=64) as engine:
+    for eager in (True, False):
+        _check_that_nothing_synchronises(enforce_eager=eager)
+
+
+def _check_that_nothing_synchronises(**options: Any) -> None:
+    small = {"max_num_seqs": 8, "block_size": 16, "num_blocks": 64, **options}
+    with Engine.from_model(make_tiny("llama", device="cuda"), **small) as engine:
         warm = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
         first = [h.result(60).outputs[0].token_ids for h in warm]
         with warnings.catch_warnings():
@@ -68,6 +74,40 @@ def test_nothing_synchronises_but_the_landing() -> None:
             assert [h.result(60).outputs[0].token_ids for h in again] == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+SIZES = [*range(1, 66), 128, 200, 256]
+
+
+def test_every_batch_size_through_padded_graphs_equals_solo() -> None:
+    """Growing and shrinking: padded rows never touch live blocks, never overwrite the last row, are never sampled."""
+    model = make_tiny("llama", device="cuda")
+    dice = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 101, (1 + i % 23,), generator=dice).tolist() for i in range(256)]
+    with Engine.from_model(
+        model, schedule="sync", enforce_eager=True, max_num_seqs=1, block_size=16, num_blocks=8
+    ) as engine:
+        solo = [engine.submit(p, greedy(6)).result(60).outputs[0].token_ids for p in prompts]
+    with Engine.from_model(model, max_num_seqs=256, block_size=16, num_blocks=1100) as engine:
+        assert engine.stats()["num_graphs"] > 40
+        for size in [*SIZES, *reversed(SIZES)]:
+            handles = [engine.submit(p, greedy(6)) for p in prompts[:size]]
+            assert [h.result(60).outputs[0].token_ids for h in handles] == solo[:size], size
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "mistral"])
+def test_graphs_equal_eager_on_both_schedules(family: str) -> None:
+    """In float32, and in bf16 bit for bit between the schedules: the same graphs see the same buckets."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_tiny(family, device="cuda", dtype=dtype)
+        answers = []
+        for options in ({}, {"depth": 4}, {"schedule": "sync"}, {"enforce_eager": True}):
+            with Engine.from_model(model, max_num_seqs=12, block_size=16, num_blocks=128, **options) as engine:
+                handles = [engine.submit([5 + i, 7, 9] * (1 + i % 7), greedy(30)) for i in range(12)]
+                answers.append([h.result(60).outputs[0].token_ids for h in handles])
+        assert answers[0] == answers[1] == answers[2]
+        assert dtype is torch.bfloat16 or answers[0] == answers[3]
 
 
 def test_seeded_sampling_is_the_same_on_both_schedules() -> None:

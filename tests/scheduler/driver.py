@@ -100,10 +100,10 @@ class Driver:
         assert not host.input_ids[carry >= 0].any(), "a placeholder is not zero"
         for group in range(s.num_groups):
             self.pages[host.slot_mapping[group]] = ids  # padding lands in the dummy block
-        sampled = np.zeros(plan.num_samples, np.int32)
-        for i in range(plan.num_samples):
+        sampled = np.zeros(plan.sizes.num_samples, np.int32)
+        for i in range(plan.sizes.num_samples):
             token = int(host.sample_rows[i])
-            row = int(np.searchsorted(host.cu_seqlens_q[: plan.num_rows + 1], token, side="right")) - 1
+            row = int(np.searchsorted(host.cu_seqlens_q[: plan.sizes.num_rows + 1], token, side="right")) - 1
             length = int(host.context_lens[row])
             histories = []
             for group in range(s.num_groups):
@@ -113,8 +113,8 @@ class Driver:
             assert all(h == histories[0] for h in histories)
             assert host.positions[token] == length - 1
             sampled[i] = next_token(histories[0])
-        self.last_tokens[host.out_slots[: plan.num_samples]] = sampled
-        assert np.all(host.out_slots[plan.num_samples :] == s.tables.dummy_slot)
+        self.last_tokens[host.out_slots[: plan.sizes.num_samples]] = sampled
+        assert np.all(host.out_slots[plan.sizes.num_samples :] == s.tables.dummy_slot)
         return sampled
 
     def _land(self, plan: StepPlan, sampled: np.ndarray[Any, Any]) -> None:

@@ -145,7 +145,7 @@ def test_thousand_requests_fill_the_steps() -> None:
     for length in rng.integers(8, 256, 1000).tolist():
         driver.add([1] * length, length + 64)
     sampled = np.zeros(256, np.int32)
-    driver._compute = lambda plan: sampled[: plan.num_samples]  # type: ignore[method-assign]
+    driver._compute = lambda plan: sampled[: plan.sizes.num_samples]  # type: ignore[method-assign]
     driver.run()
     assert driver.num_steps < 350  # 64 tokens for each of 1000 requests are 250 full steps, and the prefills
 

@@ -1,0 +1,156 @@
+"""Owns the CUDA graphs of an engine: one whole step for each bucket, all in one memory pool, and what they read.
+
+A graph knows fixed addresses. So there is one set of static inputs for all buffers: a step's slab is copied into it on
+the compute stream, the graph runs from carry-over to state update, and its tokens are copied out.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cbatch.buffers import DeviceBatch, IOBuffer, round_up
+from cbatch.runner import Runner
+from cbatch.sampler import FILTERED, RANDOM
+from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The step sizes that have a graph: decode steps (every row one token) and mixed ones.
+
+    Decode steps come in steps of 1 up to 8, of 8 up to 256, then coarser. Mixed steps are padded to the next power of
+    two, or one and a half of one, and have rows for every slot.
+    """
+
+    max_num_tokens: int
+    max_num_seqs: int
+    decode: tuple[int, ...] = field(init=False)
+    mixed: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        decode = sorted({min(round_up(n), self.max_num_seqs) for n in range(1, self.max_num_seqs + 1)})
+        mixed = [size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))]
+        mixed = [size for size in mixed if size < self.max_num_tokens] + [self.max_num_tokens]
+        object.__setattr__(self, "decode", tuple(decode))
+        object.__setattr__(self, "mixed", tuple(mixed))
+
+    def choose(self, num_tokens: int, num_rows: int) -> Bucket:
+        if num_tokens == num_rows:
+            size = self.decode[bisect_left(self.decode, num_rows)]
+            return Bucket(size, size)
+        return self._mixed(self.mixed[bisect_left(self.mixed, num_tokens)])
+
+    def _mixed(self, size: int) -> Bucket:
+        rows = min(size, self.max_num_seqs)
+        return Bucket(size, rows if rows != size else size - 1)  # as many rows as tokens would be a decode step
+
+    def all(self) -> list[Bucket]:
+        """Every bucket, largest first, so that smaller graphs find their memory in the pool already."""
+        buckets = {Bucket(size, size) for size in self.decode}
+        buckets |= {self._mixed(size) for size in self.mixed if size > 1}
+        return sorted(buckets, key=lambda b: (b.num_tokens, b.num_rows), reverse=True)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The graph of a bucket. It samples greedily; ``redraw`` has the graphs that sample again from its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    redraw: dict[int, torch.cuda.CUDAGraph]
+
+
+class GraphSet:
+    """Captures everything when it is made, and waits for it. ``launch`` replays, and waits for nothing."""
+
+    def __init__(
+        self, runner: Runner, buckets: Buckets, shape: StepShape, max_context_len: int, stream: torch.cuda.Stream
+    ) -> None:
+        device = runner.model.device
+        limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
+        self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
+        self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
+        self._logits: torch.Tensor | None = (
+            None  # [max_num_seqs, vocab_size], for ``redraw``; made by the first warm-up
+        )
+        self._pool = torch.cuda.graph_pool_handle()
+        self._redraw_pool = torch.cuda.graph_pool_handle()
+        self._steps: dict[Bucket, _Step] = {}
+        self._stream = stream
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the middle of a capture could free tensors into the pool
+        try:
+            with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
+                stream.wait_stream(torch.cuda.default_stream(device))
+                for bucket in buckets.all():
+                    self._steps[bucket] = self._capture(bucket)
+                stream.synchronize()
+        finally:
+            if collecting:
+                gc.enable()
+        torch.cuda.empty_cache()  # what the warm-up runs left behind
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, io: IOBuffer, plan: StepPlan) -> None:
+        """Two small copies around one replay, and one replay more if some row is not greedy."""
+        words, num_samples = plan.host.num_words, plan.sizes.num_samples
+        step = self._steps[plan.host.bucket]
+        self._slab[:words].copy_(io.device_slab[:words])
+        step.graph.replay()
+        if plan.flags:
+            step.redraw[plan.flags].replay()
+        io.device_sampled[:num_samples].copy_(self._sampled[:num_samples])
+
+    def _capture(self, bucket: Bucket) -> _Step:
+        batch = DeviceBatch(self._slab, self._shape, bucket)
+        decode = bucket.num_tokens == bucket.num_rows
+        sizes = StepSizes(
+            num_tokens=bucket.num_tokens,
+            num_rows=bucket.num_rows,
+            num_decodes=bucket.num_rows if decode else 0,
+            num_samples=bucket.num_rows,
+            num_table_updates=batch.table_index.numel(),
+            num_param_updates=bucket.num_rows,
+            max_query_len=1 if decode else bucket.num_tokens,
+            max_context_len=self._max_context_len,
+        )
+
+        def step() -> None:
+            logits = self._runner.step(batch, sizes, self._sampled, 0)
+            if self._logits is None:
+                self._logits = logits.new_zeros(len(self._sampled), logits.shape[1])
+            self._logits[: bucket.num_rows].copy_(logits)
+
+        graph = self._record(step, self._pool)
+        redraw = {}
+        for flags in (RANDOM, RANDOM | FILTERED):
+
+            def draw(flags: int = flags) -> None:
+                assert self._logits is not None
+                logits = self._logits[: bucket.num_rows]
+                self._runner.sample(batch, bucket.num_rows, logits, self._sampled, flags)
+
+            redraw[flags] = self._record(draw, self._redraw_pool)
+        return _Step(graph, redraw)
+
+    def _record(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """Run once, so that kernels are compiled and libraries have their workspaces, then capture.
+
+        The error mode is the thread's own: CUDA work that other threads of the program do meanwhile is none of ours.
+        """
+        run()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        return graph
