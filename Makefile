@@ -36,7 +36,7 @@ format: setup
 	@$(RUN) -m ruff format
 
 bench: setup
-	@$(RUN) -m pytest -q benchmarks
+	@$(RUN) -m pytest -q benchmarks/host_cost.py --benchmark-columns=median,iqr,max
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,6 +1,6 @@
 """cbatch beside transformers' continuous batching: same model, dtype, prompts and lengths, greedy, one after the other.
 
-    python benchmarks/vs_transformers.py [--model smollm2-135m] [--device cpu] [--dtype float32] [--json FILE]
+    python -m benchmarks.vs_transformers [--model smollm2-135m] [--device cpu] [--dtype float32] [--json FILE]
 
 Both compute on the same module in memory and continue every prompt by exactly ``--output-len`` tokens (no stop at an
 end of sequence), so the work is the same; the run fails if the numbers of tokens differ. Time runs from the first

@@ -88,5 +88,5 @@ def round_up(count: int) -> int:
     """The bucket of a count: steps of 1 up to 8, of 8 up to 256, then an eighth of the power of two below."""
     if count <= 8:
         return count
-    step = max(8, 1 << (count - 1).bit_length() - 4)
+    step = 8 if count <= 256 else 1 << (count - 1).bit_length() - 4
     return -(-count // step) * step

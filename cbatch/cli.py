@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import cbatch
-from cbatch.errors import CBatchError, PromptTooLongError
+from cbatch.errors import CBatchError, InvalidRequestError, PromptTooLongError
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -214,6 +214,7 @@ def throughput(
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of the pool.")] = None,
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the card's memory to use.")] = None,
     depth: Annotated[int | None, typer.Option(help="Steps in flight under the async schedule.")] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     attention: Annotated[str | None, typer.Option(help="auto, torch, triton.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random prompts and weights.")] = 0,
     json_file: Annotated[
@@ -237,6 +238,7 @@ def throughput(
             "num_blocks": num_blocks,
             "gpu_memory_utilization": gpu_memory_utilization,
             "attention": attention,
+            "enforce_eager": enforce_eager,
             "seed": seed,
         }.items()
         if value is not None
@@ -255,6 +257,7 @@ def throughput(
         more = {"depth": depth} if depth is not None and name == "async" else {}
         with _engine(loaded, schedule=name, **options, **more) as engine:
             loaded = engine.model  # loaded once for both
+            options["load_format"] = "auto"
             if not runs:
                 if prompts is None:
                     encoded = random_prompts(num_requests or 32, input_len, engine.model.vocab_size, seed)
@@ -350,10 +353,17 @@ def _params(
     top_k: int | None,
     seed: int | None,
 ) -> SamplingParams:
-    """What the model asks for, but for what the command line says."""
+    """What the model asks for, but for what the command line says; the command line alone if it says how to sample."""
+    from cbatch.sampling_params import SamplingParams
+
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-    return dataclasses.replace(engine.default_sampling_params, **given)
+    try:
+        return dataclasses.replace(engine.default_sampling_params, **given)
+    except InvalidRequestError:  # the model's generation_config asks for what is not supported
+        if temperature is None:
+            raise
+        return SamplingParams(**given)
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -407,8 +417,6 @@ def _ask(prompt: str) -> str:
 
 def _read_prompts(path: Path) -> list[Any]:
     """Prompts of a file: a JSON list, JSON lines, or a text a line."""
-    from cbatch.errors import InvalidRequestError
-
     content = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".json":

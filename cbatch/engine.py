@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -37,8 +39,9 @@ from cbatch.errors import (
     EngineDeadError,
     InvalidRequestError,
     PromptTooLongError,
+    UnsupportedModelError,
 )
-from cbatch.graphs import Buckets, GraphSet
+from cbatch.graphs import Buckets, CaptureError, GraphSet
 from cbatch.kernels.attention import make_backend
 from cbatch.kv_cache import KVCache, page_bytes
 from cbatch.models.base import Model
@@ -53,6 +56,8 @@ from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
 from cbatch.streams import CpuLane, CudaLane, Lane
 
+_GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
+_log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -80,8 +85,18 @@ class Engine:
         """
         config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
         self.model, self.tokenizer = model, tokenizer
+        self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
         groups = group_layers(model.kv_specs)
-        backend = make_backend(config.attention, model.device)
+        try:
+            backend = make_backend(config.attention, model.device)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"attention={config.attention!r}: {error}") from error
+        head_dim = max(max(group.spec.k_head_dim, group.spec.v_head_dim) for group in groups)
+        if head_dim > backend.max_head_dim:
+            raise UnsupportedModelError(
+                f"{model.name}: heads of {head_dim}, but the kernels take up to {backend.max_head_dim}; "
+                'attention="torch" takes any, slowly'
+            )
         self.config = config = replace(config, num_blocks=_num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.scheduler = Scheduler(
@@ -112,7 +127,10 @@ class Engine:
         if cuda:
             lane = CudaLane(self._buffers, model.device)
             if graphed:
-                self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
+                try:
+                    self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
+                except CaptureError as error:
+                    _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
             self._lane: Lane = lane
         else:
             self._lane = CpuLane(self._buffers)
@@ -180,6 +198,9 @@ class Engine:
             loaded = TransformersModel(model, device=config.device, dtype=parse_dtype(config.dtype))
         else:
             loaded = model
+            _refuse_other(config, model)
+        if config.load_format != "auto" and not isinstance(model, (str, PathLike)):
+            raise ConfigError(f"load_format is {config.load_format!r}, but the model is in memory already")
         return cls(loaded, config, tokenizer)
 
     # ---- the loop
@@ -297,7 +318,7 @@ class Engine:
         prompt = self._checked_prompt(prompt_token_ids, request_id)
         params = self._checked_params(params, request_id)
         max_len = self._checked_length(len(prompt), params, request_id)
-        eos = () if params.ignore_eos else self.model.eos_token_ids
+        eos = () if params.ignore_eos else self._eos_token_ids
         with self._lock:
             if self._closing:
                 raise self._ending()
@@ -348,7 +369,7 @@ class Engine:
                 self._changed.notify()
 
     def _checked_prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> np.ndarray[Any, Any]:
-        who, vocab_size = _name(request_id), self.model.vocab_size
+        who, vocab_size = _name(request_id), self._vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
@@ -377,10 +398,9 @@ class Engine:
                 f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
             )
         for token in params.stop_token_ids:
-            if token >= self.model.vocab_size:
+            if token >= self._vocab_size:
                 raise InvalidRequestError(
-                    f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has "
-                    f"{self.model.vocab_size} tokens"
+                    f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has {self._vocab_size} tokens"
                 )
         return params
 
@@ -468,6 +488,9 @@ class Engine:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
         for name in ("model", "_runner", "_buffers", "_graphs", "_compute"):
             self.__dict__.pop(name, None)
+        self._in_flight.clear()
+        if self._error is not None:  # its frames hold the step that failed, and so weights and pages
+            traceback.clear_frames(self._error.__traceback__)
         if self._lane.kind == "gpu":
             torch.cuda.empty_cache()
 
@@ -476,6 +499,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_other(config: EngineConfig, model: Model) -> None:
+    """A ``Model`` lives where it lives: an option that says otherwise is refused, not ignored."""
+    if config.device is not None and torch.device(config.device).type != model.device.type:
+        raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
+    dtype = parse_dtype(config.dtype)
+    if dtype not in (None, model.dtype):
+        raise ConfigError(f"dtype is {config.dtype!r}, but the model computes in {model.dtype}")
 
 
 def _num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
@@ -488,6 +520,8 @@ def _num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...])
     useful = config.max_num_seqs * blocks_per_seq + 1
     if model.device.type == "cuda":
         peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+        if not config.enforce_eager:
+            peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
         free, total = torch.cuda.mem_get_info(model.device)
         room = int(total * config.gpu_memory_utilization) - (total - free) - peak
     else:

@@ -65,8 +65,15 @@ class _Step:
     redraw: dict[int, torch.cuda.CUDAGraph]
 
 
+class CaptureError(Exception):
+    """A step cannot be captured; it still runs eagerly."""
+
+
 class GraphSet:
-    """Captures everything when it is made, and waits for it. ``launch`` replays, and waits for nothing."""
+    """Captures everything when it is made, and waits for it. ``launch`` replays, and waits for nothing.
+
+    Raises CaptureError if the model's forward cannot be captured after all.
+    """
 
     def __init__(
         self, runner: Runner, buckets: Buckets, shape: StepShape, max_context_len: int, stream: torch.cuda.Stream
@@ -148,9 +155,14 @@ class GraphSet:
         """
         run()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            run()
-        finally:
-            graph.capture_end()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operator that waits for the device, or copies from it, in some dtype only
+            raise CaptureError(f"the forward cannot be captured: {str(error).splitlines()[0]}") from error
         return graph

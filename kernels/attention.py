@@ -34,6 +34,7 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Writes a layer's new K and V into its pages and attends over them."""
 
+    max_head_dim: int  # largest size of a head of K or V
     capturable: bool  # whether its calls may be captured in a CUDA graph: it never waits for the device
 
     def prepare(self, batch: AttentionBatch) -> None:

@@ -442,6 +442,7 @@ def write_kv(
 class TritonAttention:
     """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it."""
 
+    max_head_dim = MAX_HEAD_DIM
     capturable = True
 
     def __init__(self, device: torch.device) -> None:

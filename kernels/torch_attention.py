@@ -35,6 +35,7 @@ QUERY_BLOCK = 256  # queries whose scores are kept at once where SDPA cannot ser
 class TorchAttention:
     """AttentionBackend for any device and dtype. On CUDA `prepare` waits for the device to learn the lengths."""
 
+    max_head_dim = 1 << 30
     capturable = False
 
     def __init__(self) -> None:

@@ -358,7 +358,7 @@ class Scheduler:
             host.input_ids[tokens:] = 0
             host.positions[tokens:] = 0
             host.carry_slots[tokens:] = -1
-            host.slot_mapping[:, tokens:] = DUMMY_BLOCK
+            host.slot_mapping[:, tokens:] = DUMMY_BLOCK * self.block_size
         if rows < host.bucket.num_rows:
             host.row_slots[rows:] = dummy
             host.cu_seqlens_q[rows + 1 :] = tokens

@@ -38,6 +38,7 @@ def model_and_prompts(demo_model: Path) -> tuple[Any, list[list[int]]]:
     return model, prompts
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_tokens_equal_generate_under_chunked_prefill_and_preemption(
     model_and_prompts: tuple[Any, list[list[int]]],
