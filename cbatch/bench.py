@@ -18,6 +18,7 @@ from cbatch.outputs import RequestOutput
 from cbatch.progress import watch
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
+from cbatch.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Throughput:
     figures: dict[str, Any]
     outputs: list[RequestOutput | None]
     first_error: CBatchError | None
+    timeline: Timeline | None = None
 
 
 def run_throughput(
@@ -35,6 +37,7 @@ def run_throughput(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     progress: str | None = None,
+    timeline_steps: int = 0,
 ) -> Throughput:
     """Submits all prompts at once and waits for the last answer.
 
@@ -45,6 +48,8 @@ def run_throughput(
         prompts: token ids.
         params: one for all or one for each.
         progress: label of a progress bar; None: no bar.
+        timeline_steps: record so many steps, from the first on in which no prompt is computed. The timeline may end
+            with the engine only, if there are not so many.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     handles: list[RequestHandle | None] = []
@@ -58,6 +63,9 @@ def run_throughput(
             except CBatchError as error:
                 first_error = first_error or error
                 handles.append(None)
+        timeline = None
+        if timeline_steps and engine.is_healthy:  # all prompts are in: decode steps follow when all are computed
+            timeline = engine.record_timeline(timeline_steps, decode_only=True)
         if progress is not None:
             watch([handle for handle in handles if handle is not None], progress)
         outputs: list[RequestOutput | None] = []
@@ -96,7 +104,7 @@ def run_throughput(
             )
         },
     }
-    return Throughput(figures, outputs, first_error)
+    return Throughput(figures, outputs, first_error, timeline)
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:

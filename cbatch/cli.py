@@ -26,6 +26,7 @@ from cbatch.errors import CBatchError, InvalidRequestError, PromptTooLongError
 if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.sampling_params import SamplingParams
+    from cbatch.timeline import Timeline
 
 DEMO = "smollm2-135m"
 DEMO_PROMPTS = Path(__file__).resolve().parent / "data" / "demo_prompts.json"
@@ -220,10 +221,18 @@ def throughput(
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Draw steps of decoding on this page, FILE.html; FILE.trace.json beside it."),
+    ] = None,
+    timeline_steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 24,
 ) -> None:
     """Submit many requests at once and measure."""
     from cbatch.bench import environment, random_prompts, run_throughput, warm_up
     from cbatch.sampling_params import SamplingParams
+
+    if timeline is not None and not timeline.parent.is_dir():  # said now, not after the measuring
+        raise typer.BadParameter(f"there is no folder {timeline.parent}", param_hint="--timeline")
 
     options = {
         name: value
@@ -252,6 +261,7 @@ def throughput(
         seed=seed,
     )
     runs: list[dict[str, Any]] = []
+    timelines: list[Timeline] = []
     loaded: Any = model
     for name in names:
         more = {"depth": depth} if depth is not None and name == "async" else {}
@@ -266,14 +276,20 @@ def throughput(
                     count = num_requests or len(encoded)
                     encoded = [encoded[i % len(encoded)] for i in range(count)]
             warm_up(engine, encoded)
-            result = run_throughput(engine, encoded, params, progress=f"schedule={name}")
+            steps = timeline_steps if timeline is not None else 0
+            result = run_throughput(engine, encoded, params, progress=f"schedule={name}", timeline_steps=steps)
             runs.append(result.figures)
             facts = environment(engine.config.device or "cpu")
+        if result.timeline is not None:  # it has ended, with the engine if not before
+            result.timeline.device = facts["device_name"]
+            timelines.append(result.timeline)
         if result.first_error is not None:
             err.print(f"[yellow]{result.figures['failed']} failed:[/yellow] {escape(str(result.first_error))}")
     out.print(_table(runs))
     if json_file is not None:
         json_file.write_text(json.dumps({"environment": facts, "runs": runs}, indent=2) + "\n")
+    if timeline is not None:
+        _write_timelines(timeline, timelines)
     if any(run["failed"] for run in runs):
         raise typer.Exit(1)
 
@@ -430,6 +446,18 @@ def _read_prompts(path: Path) -> list[Any]:
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequestError(f"{path} holds no list of prompts")
     return prompts
+
+
+def _write_timelines(page: Path, timelines: Sequence[Timeline]) -> None:
+    from cbatch.timeline import write_html, write_perfetto
+
+    if not any(timeline.spans for timeline in timelines):
+        err.print("[yellow]No timeline:[/yellow] there were too few steps of decoding.")
+        return
+    trace = page.with_suffix(".trace.json")
+    write_html(page, timelines)
+    write_perfetto(trace, timelines)
+    out.print(f"Timeline: {escape(str(page))}, and for ui.perfetto.dev {escape(str(trace))}", soft_wrap=True)
 
 
 def _table(runs: Sequence[dict[str, Any]]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -138,22 +137,3 @@ class EngineConfig:
             max_num_batched_tokens=max_num_batched_tokens,
             depth=self.depth or (2 if self.schedule == "async" else 1),
         )
-
-
-def available_memory_bytes() -> int:
-    """Memory of this machine that is free for new work; the limit of a container counts where one is set."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the count of free pages stands
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            if (text := limit.read().strip()) != "max":
-                available = min(available, int(text) - int(current.read()))
-    except OSError:
-        pass  # no cgroup limit is visible
-    return max(available, 0)

@@ -30,33 +30,33 @@ import numpy as np
 import torch
 
 from cbatch.buffers import IOBuffer, eager_bucket
-from cbatch.config import EngineConfig, available_memory_bytes, parse_dtype
+from cbatch.config import EngineConfig, parse_dtype
 from cbatch.errors import (
     CBatchError,
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     EngineDeadError,
-    InvalidRequestError,
-    PromptTooLongError,
     UnsupportedModelError,
 )
 from cbatch.graphs import Buckets, CaptureError, GraphSet
 from cbatch.kernels.attention import make_backend
-from cbatch.kv_cache import KVCache, page_bytes
+from cbatch.kv_cache import KVCache
+from cbatch.limits import Limits
+from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.request import RequestHandle, Wakers
-from cbatch.runner import Runner, measure_peak_bytes
+from cbatch.runner import Runner
 from cbatch.sampler import NUM_PARAMS, encode
 from cbatch.sampling_params import SamplingParams
-from cbatch.scheduler.kv_spec import KVGroup, group_layers
+from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.plan import Bucket, Landed, StepPlan, StepShape
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
 from cbatch.streams import CpuLane, CudaLane, Lane
+from cbatch.timeline import StepTimes, Timeline
 
-_GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
 _log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -68,6 +68,7 @@ class Step:
     plan: StepPlan
     io: IOBuffer
     host_us: float
+    times: StepTimes | None = None  # where a timeline records
 
 
 class Engine:
@@ -85,7 +86,7 @@ class Engine:
         """
         config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
         self.model, self.tokenizer = model, tokenizer
-        self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._eos_token_ids = model.eos_token_ids
         groups = group_layers(model.kv_specs)
         try:
             backend = make_backend(config.attention, model.device)
@@ -97,7 +98,7 @@ class Engine:
                 f"{model.name}: heads of {head_dim}, but the kernels take up to {backend.max_head_dim}; "
                 'attention="torch" takes any, slowly'
             )
-        self.config = config = replace(config, num_blocks=_num_blocks(config, model, groups))
+        self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.scheduler = Scheduler(
             num_blocks=config.num_blocks,
@@ -106,6 +107,13 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
+        )
+        self._limits = Limits(
+            vocab_size=model.vocab_size,
+            max_model_len=config.max_model_len,
+            num_usable_blocks=self.scheduler.blocks.num_usable,
+            num_groups=len(groups),
+            block_size=config.block_size,
         )
         self.depth = config.depth
         cuda = model.device.type == "cuda"
@@ -137,6 +145,7 @@ class Engine:
         self._compute = self._graphs.launch if self._graphs else self._runner.run
         self._num_graphs = len(self._graphs) if self._graphs else 0
         self._clock = StepClock()
+        self._timeline: Timeline | None = None
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
@@ -246,18 +255,29 @@ class Engine:
                 metrics.first_scheduled_time = metrics.first_scheduled_time or now
                 metrics.num_preemptions = sequence.num_preemptions
         self._num_launched += 1
-        self._lane.launch(io, plan.host.num_words, plan.sizes.num_samples, partial(self._compute, io, plan))
-        return Step(plan, io, (time.perf_counter() - start) * 1e6)
+        times = marks = None
+        if self._timeline is not None:  # the step before its window waits for the device, to set the clocks
+            sizes, maker = plan.sizes, self._lane.marks_maker
+            times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
+            marks = times and times.marks
+        self._lane.launch(io, plan.host.num_words, plan.sizes.num_samples, partial(self._compute, io, plan), marks)
+        return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
     def land(self, step: Step) -> Landed:
         """Wait for a batch, and take its tokens in."""
+        called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
         tokens = step.io.sampled[: step.plan.sizes.num_samples].copy()  # the buffer is the next step's
         landed = self.scheduler.land(step.plan, tokens)
         self._num_wasted += landed.num_wasted
         self._num_output_tokens += landed.tokens.size
-        self._clock.record(step_ms, gap_ms, step.host_us + (time.perf_counter() - start) * 1e6)
+        end = time.perf_counter()
+        self._clock.record(step_ms, gap_ms, step.host_us + (end - start) * 1e6)
+        if self._timeline is not None and step.times is not None:
+            step.times.note(step.host_us, called, start, end)
+            if not self._timeline.add(step.times):
+                self._timeline = None
         return landed
 
     def deliver(self, landed: Landed) -> None:
@@ -295,6 +315,8 @@ class Engine:
         with self._lock:
             self._closing = True
             handles = list(self._live.values())
+            if self._timeline is not None:
+                self._timeline.end()
         for handle in handles:
             handle.fail(self._ending())
         try:
@@ -315,17 +337,15 @@ class Engine:
         """
         if self._closing or self._error is not None:
             raise self._ending()
-        prompt = self._checked_prompt(prompt_token_ids, request_id)
-        params = self._checked_params(params, request_id)
-        max_len = self._checked_length(len(prompt), params, request_id)
+        prompt = self._limits.prompt(prompt_token_ids, request_id)
+        params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
+        max_len = self._limits.max_len(len(prompt), params, request_id)
         eos = () if params.ignore_eos else self._eos_token_ids
         with self._lock:
             if self._closing:
                 raise self._ending()
             if request_id is None:
                 request_id = next(name for i in self._ids if (name := str(i)) not in self._live)
-            elif not isinstance(request_id, str):
-                raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
             elif request_id in self._live:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
             seed = int(self._seeds.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
@@ -368,65 +388,6 @@ class Engine:
                 self._inbox.append(("abort", handle.sequence))
                 self._changed.notify()
 
-    def _checked_prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> np.ndarray[Any, Any]:
-        who, vocab_size = _name(request_id), self._vocab_size
-        if isinstance(prompt_token_ids, (str, bytes)):
-            raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
-        try:
-            if isinstance(prompt_token_ids, torch.Tensor):
-                prompt_token_ids = prompt_token_ids.tolist()
-            prompt = np.array(prompt_token_ids if hasattr(prompt_token_ids, "__len__") else list(prompt_token_ids))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
-        if prompt.ndim != 1:
-            raise InvalidRequestError(f"{who}: the prompt has {prompt.ndim} dimensions, but must be a flat list")
-        if prompt.size == 0:
-            raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
-        if prompt.dtype.kind not in "iu":
-            raise InvalidRequestError(f"{who}: token ids must be integers, not {_first_odd(prompt_token_ids)!r}")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequestError(f"{who}: token id {bad} is out of range; the vocabulary has {vocab_size} tokens")
-        return prompt.astype(np.int32)
-
-    def _checked_params(self, params: SamplingParams | None, request_id: str | None) -> SamplingParams:
-        if params is None:
-            return self.default_sampling_params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
-            )
-        for token in params.stop_token_ids:
-            if token >= self._vocab_size:
-                raise InvalidRequestError(
-                    f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has {self._vocab_size} tokens"
-                )
-        return params
-
-    def _checked_length(self, num_prompt_tokens: int, params: SamplingParams, request_id: str | None) -> int:
-        """Total length at which the request ends."""
-        limit, blocks = self.config.max_model_len, self.scheduler.blocks
-        assert limit is not None
-        if num_prompt_tokens >= limit:
-            raise PromptTooLongError(
-                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
-                "and one token must have room"
-            )
-        # The last token is sampled and never fed, so it needs no room in the cache.
-        room = blocks.num_usable // self.scheduler.num_groups * self.config.block_size + 1
-        if params.max_tokens is None:
-            limit = min(limit, max(room, num_prompt_tokens + 1))
-            max_len = limit
-        else:
-            max_len = min(num_prompt_tokens + params.max_tokens, limit)
-        if max_len > room:
-            raise PromptTooLongError(
-                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
-                f"ones need {self.scheduler.blocks_for(max_len - 1)} KV blocks, but the pool has {blocks.num_usable}"
-            )
-        return max_len
-
     def _ending(self) -> CBatchError:
         """What a request hears of an engine that runs no more. A new object each time, for its own traceback."""
         if self._error is None:
@@ -465,6 +426,28 @@ class Engine:
             "activity_pct": self._clock.activity_pct,
             **self._clock.summary(),
         }
+
+    def record_timeline(self, num_steps: int, *, decode_only: bool = False) -> Timeline:
+        """Record the next ``num_steps`` steps, from any thread; returns at once. ``wait`` for the timeline's end.
+
+        With ``decode_only``, the window begins after the first step in which no prompt is computed.
+
+        Raises:
+            ConfigError: no step is asked for.
+            EngineClosedError, EngineDeadError: the engine runs no more.
+            CBatchError: another timeline is being recorded.
+        """
+        if num_steps < 1:
+            raise ConfigError(f"num_steps is {num_steps}, but a timeline has at least 1")
+        with self._lock:
+            if self._closing:
+                raise self._ending()
+            if self._timeline is not None:
+                raise CBatchError("a timeline is being recorded already; wait for its end")
+            timeline = Timeline(num_steps, self.config.schedule, self.depth, self.model.name, decode_only=decode_only)
+            timeline.device = self.config.device or timeline.device
+            self._timeline = timeline
+        return timeline
 
     def reset_stats(self) -> None:
         """Start the figures of the steps anew."""
@@ -510,46 +493,10 @@ def _refuse_other(config: EngineConfig, model: Model) -> None:
         raise ConfigError(f"dtype is {config.dtype!r}, but the model computes in {model.dtype}")
 
 
-def _num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
-    """Blocks of the pool: as asked, or as memory allows, but no more than every slot at full length can use."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    assert config.max_model_len and config.max_num_batched_tokens
-    page = page_bytes(groups, config.block_size, model.dtype)
-    blocks_per_seq = -(-config.max_model_len // config.block_size) * len(groups)
-    useful = config.max_num_seqs * blocks_per_seq + 1
-    if model.device.type == "cuda":
-        peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
-        if not config.enforce_eager:
-            peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
-        free, total = torch.cuda.mem_get_info(model.device)
-        room = int(total * config.gpu_memory_utilization) - (total - free) - peak
-    else:
-        room = int(available_memory_bytes() * 0.25 * config.gpu_memory_utilization)
-    fitting = room // page
-    if fitting < 2:
-        raise ConfigError(
-            f"no room for the KV cache: {max(room, 0) / 2**30:.2f} GiB is left at gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}, and a block takes {page / 2**20:.2f} MiB"
-        )
-    return min(useful, fitting)
-
-
 def _handle(sequence: Sequence) -> RequestHandle:
     """Whose sequence it is; the scheduler keeps it as an opaque payload."""
     handle: RequestHandle = sequence.payload  # type: ignore[assignment]
     return handle
-
-
-def _name(request_id: object) -> str:
-    return "request" if request_id is None else f"request {request_id}"
-
-
-def _first_odd(prompt: Iterable[Any]) -> object:
-    """What in a prompt is no token id: the first that is no integer, or else one that no array of integers holds."""
-    items = list(prompt)
-    odd = [item for item in items if isinstance(item, bool) or not isinstance(item, (int, np.integer))]
-    return odd[0] if odd else max(items, key=abs)
 
 
 @atexit.register

@@ -12,7 +12,7 @@ from cbatch.buffers import DeviceBatch, IOBuffer
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
-from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, sample
+from cbatch.sampler import NUM_PARAMS, sample
 from cbatch.scheduler.plan import StepPlan, StepSizes
 
 
@@ -88,37 +88,3 @@ class Runner:
         tokens = sample(logits, self.params.index_select(0, out_slots), positions, flags)
         self.last_tokens.index_put_((out_slots,), tokens)
         sampled[:num_samples].copy_(tokens)
-
-
-@torch.inference_mode()
-def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
-    """Most memory that the largest step takes on top of what is allocated now (CUDA only). Runs it once, and waits."""
-    device = model.device
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-
-    def attend(
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-
-    ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
-    rows = torch.arange(num_samples, device=device)
-    logits = model.forward(ids, torch.arange(num_tokens, device=device) % model.max_model_len, rows, attend)
-    params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
-    sample(logits, params, rows.int(), RANDOM | FILTERED)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del logits
-    torch.cuda.empty_cache()
-    return peak

@@ -6,23 +6,31 @@ a step is a buffer and a function that computes.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from cbatch.buffers import IOBuffer
+from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
 
 
 class Lane(Protocol):
     kind: str  # "gpu" or "cpu_lane": whose activity it is
 
-    def launch(self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None]) -> None:
-        """Start copying ``num_words`` in, computing, and copying ``num_samples`` tokens out; returns at once."""
+    def launch(
+        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
+    ) -> None:
+        """Start copying ``num_words`` in, computing, and copying ``num_samples`` tokens out; returns at once.
+
+        ``marks``, from this lane's maker, take down when that happens.
+        """
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         """Wait until the step of this buffer has landed; its milliseconds, and those the lane stood idle before it.
@@ -32,6 +40,9 @@ class Lane(Protocol):
 
     def idle(self) -> None:
         """There is no work: the time until the next launch is not idleness."""
+
+    def marks_maker(self) -> Callable[[], Marks]:
+        """What makes marks for a step to come. Waits some 100 µs for the device, to set its clock by the host's."""
 
     def close(self) -> None: ...
 
@@ -52,14 +63,16 @@ class CpuLane:
     def __init__(self, buffers: list[IOBuffer]) -> None:
         for io in buffers:
             io.lane_state = _CpuStep(threading.Event())
-        self._jobs: queue.SimpleQueue[tuple[IOBuffer, int, int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[IOBuffer, int, int, Callable[[], None], Any] | None] = queue.SimpleQueue()
         self._last_end: float | None = None
         self._thread = threading.Thread(target=self._work, name="cbatch-compute", daemon=True)
         self._thread.start()
 
-    def launch(self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None]) -> None:
+    def launch(
+        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
+    ) -> None:
         io.lane_state.landed.clear()
-        self._jobs.put((io, num_words, num_samples, compute))
+        self._jobs.put((io, num_words, num_samples, compute, marks))
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         step: _CpuStep = io.lane_state
@@ -71,6 +84,9 @@ class CpuLane:
     def idle(self) -> None:
         self._last_end = None
 
+    def marks_maker(self) -> Callable[[], Marks]:
+        return CpuMarks
+
     def close(self) -> None:
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
@@ -79,13 +95,17 @@ class CpuLane:
     @torch.inference_mode()
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            io, num_words, num_samples, compute = job
+            io, num_words, num_samples, compute, marks = job
             step: _CpuStep = io.lane_state
             start = time.perf_counter()
             try:
                 io.device_slab[:num_words].copy_(io.host_slab[:num_words])
+                copied = time.perf_counter()
                 compute()
+                computed = time.perf_counter()
                 io.host_sampled[:num_samples].copy_(io.device_sampled[:num_samples])
+                if marks is not None:
+                    marks.times = (start, copied, computed, time.perf_counter())
                 step.error = None
             except BaseException as error:  # handed over to whoever waits for the step
                 step.error = error
@@ -93,7 +113,7 @@ class CpuLane:
             step.step_ms = (end - start) * 1e3
             step.gap_ms = (start - self._last_end) * 1e3 if self._last_end is not None else 0.0
             self._last_end = end
-            del job, compute
+            del job, compute, marks
             step.landed.set()
 
 
@@ -101,7 +121,9 @@ class CpuLane:
 class _CudaStep:
     copied: torch.cuda.Event
     landed: torch.cuda.Event
-    index: int = 0  # which pair of timing events is its own
+    start: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+    previous_end: torch.cuda.Event | None = None  # None: no step before it, or idleness
 
 
 class CudaLane:
@@ -116,23 +138,29 @@ class CudaLane:
         self.h2d.wait_stream(torch.cuda.current_stream(device))
         for io in buffers:
             io.lane_state = _CudaStep(torch.cuda.Event(), torch.cuda.Event())
-        # One pair more than steps in flight: a landed step is timed against the end of the one before it, which the
+        # More pairs than steps in flight: a landed step is timed against the end of the one before it, which the
         # launch of the next must not have recorded over.
-        self._marks = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(len(buffers) + 2)
-        ]
-        self._num_launched = 0
-        self._after_idle = {0}  # launches that follow idleness: no gap before them
+        self._pairs = itertools.cycle(
+            [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                for _ in range(len(buffers) + 2)
+            ]
+        )
+        self._last_end: torch.cuda.Event | None = None
 
-    def launch(self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None]) -> None:
+    def launch(
+        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
+    ) -> None:
         step: _CudaStep = io.lane_state
-        step.index = self._num_launched
-        start, end = self._marks[step.index % len(self._marks)]
-        self._num_launched += 1
+        start, end = next(self._pairs) if marks is None else marks.compute
+        step.start, step.end, step.previous_end, self._last_end = start, end, self._last_end, end
         with torch.inference_mode(), torch.cuda.device(self.device):
             with torch.cuda.stream(self.h2d):
+                if marks is not None:
+                    marks.h2d[0].record(self.h2d)
                 io.device_slab[:num_words].copy_(io.host_slab[:num_words], non_blocking=True)
+                if marks is not None:
+                    marks.h2d[1].record(self.h2d)
                 step.copied.record(self.h2d)
             with torch.cuda.stream(self.compute):
                 self.compute.wait_event(step.copied)
@@ -141,22 +169,25 @@ class CudaLane:
                 end.record(self.compute)
             with torch.cuda.stream(self.d2h):
                 self.d2h.wait_event(end)
+                if marks is not None:
+                    marks.d2h[0].record(self.d2h)
                 io.host_sampled[:num_samples].copy_(io.device_sampled[:num_samples], non_blocking=True)
+                if marks is not None:
+                    marks.d2h[1].record(self.d2h)
                 step.landed.record(self.d2h)
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         step: _CudaStep = io.lane_state
         step.landed.synchronize()
-        start, end = self._marks[step.index % len(self._marks)]
-        gap_ms = 0.0
-        if step.index in self._after_idle:
-            self._after_idle.discard(step.index)
-        else:
-            gap_ms = self._marks[(step.index - 1) % len(self._marks)][1].elapsed_time(start)
-        return start.elapsed_time(end), gap_ms
+        assert step.start is not None and step.end is not None
+        gap_ms = step.previous_end.elapsed_time(step.start) if step.previous_end is not None else 0.0
+        return step.start.elapsed_time(step.end), gap_ms
 
     def idle(self) -> None:
-        self._after_idle.add(self._num_launched)
+        self._last_end = None  # called with nothing in flight
+
+    def marks_maker(self) -> Callable[[], Marks]:
+        return partial(CudaMarks, CudaClock(self.h2d))  # idle between steps; ``compute`` would wait for a step
 
     def close(self) -> None:
         self.compute.synchronize()

@@ -1,0 +1,97 @@
+"""What a request must satisfy to be taken. Each check names the request, the value and the limit. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cbatch.errors import InvalidRequestError, PromptTooLongError
+from cbatch.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The engine's limits, and the checks against them; they raise InvalidRequestError and PromptTooLongError."""
+
+    vocab_size: int
+    max_model_len: int
+    num_usable_blocks: int
+    num_groups: int
+    block_size: int
+
+    def prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> NDArray[np.int32]:
+        """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
+        who, vocab_size = _name(request_id), self.vocab_size
+        if isinstance(prompt_token_ids, (str, bytes)):
+            raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
+        try:
+            if isinstance(prompt_token_ids, torch.Tensor):
+                prompt_token_ids = prompt_token_ids.tolist()
+            prompt = np.array(prompt_token_ids if hasattr(prompt_token_ids, "__len__") else list(prompt_token_ids))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
+        if prompt.ndim != 1:
+            raise InvalidRequestError(f"{who}: the prompt has {prompt.ndim} dimensions, but must be a flat list")
+        if prompt.size == 0:
+            raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
+        if prompt.dtype.kind not in "iu":
+            raise InvalidRequestError(f"{who}: token ids must be integers, not {_first_odd(prompt_token_ids)!r}")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequestError(f"{who}: token id {bad} is out of range; the vocabulary has {vocab_size} tokens")
+        return prompt.astype(np.int32)
+
+    def params(self, params: SamplingParams, request_id: str | None) -> SamplingParams:
+        """The parameters themselves, which must suit the vocabulary."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
+            )
+        for token in params.stop_token_ids:
+            if token >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has {self.vocab_size} tokens"
+                )
+        return params
+
+    def max_len(self, num_prompt_tokens: int, params: SamplingParams, request_id: str | None) -> int:
+        """Total length at which the request ends."""
+        limit = self.max_model_len
+        if num_prompt_tokens >= limit:
+            raise PromptTooLongError(
+                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
+                "and one token must have room"
+            )
+        # The last token is sampled and never fed, so it needs no room in the cache.
+        room = self.num_usable_blocks // self.num_groups * self.block_size + 1
+        if params.max_tokens is None:
+            limit = min(limit, max(room, num_prompt_tokens + 1))
+            max_len = limit
+        else:
+            max_len = min(num_prompt_tokens + params.max_tokens, limit)
+        if max_len > room:
+            raise PromptTooLongError(
+                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
+                f"ones need {-(-(max_len - 1) // self.block_size) * self.num_groups} KV blocks, but the pool has "
+                f"{self.num_usable_blocks}"
+            )
+        return max_len
+
+
+def _name(request_id: object) -> str:
+    return "request" if request_id is None else f"request {request_id}"
+
+
+def _first_odd(prompt: Iterable[Any]) -> object:
+    """What in a prompt is no token id: the first that is no integer, or else one that no array of integers holds."""
+    items = list(prompt)
+    odd = [item for item in items if isinstance(item, bool) or not isinstance(item, (int, np.integer))]
+    return odd[0] if odd else max(items, key=abs)

@@ -1,0 +1,98 @@
+"""How many KV blocks there is room for: what is free now, less what the largest step takes. Knows no request."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from cbatch.config import EngineConfig
+from cbatch.errors import ConfigError
+from cbatch.kv_cache import page_bytes
+from cbatch.models.base import Model
+from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, sample
+from cbatch.scheduler.kv_spec import KVGroup
+
+_GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
+
+
+def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
+    """Blocks of the pool: as asked, or as memory allows, but no more than every slot at full length can use.
+
+    Raises ConfigError if not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    assert config.max_model_len and config.max_num_batched_tokens
+    page = page_bytes(groups, config.block_size, model.dtype)
+    blocks_per_seq = -(-config.max_model_len // config.block_size) * len(groups)
+    useful = config.max_num_seqs * blocks_per_seq + 1
+    if model.device.type == "cuda":
+        peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+        if not config.enforce_eager:
+            peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
+        free, total = torch.cuda.mem_get_info(model.device)
+        room = int(total * config.gpu_memory_utilization) - (total - free) - peak
+    else:
+        room = int(available_memory_bytes() * 0.25 * config.gpu_memory_utilization)
+    fitting = room // page
+    if fitting < 2:
+        raise ConfigError(
+            f"no room for the KV cache: {max(room, 0) / 2**30:.2f} GiB is left at gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}, and a block takes {page / 2**20:.2f} MiB"
+        )
+    return min(useful, fitting)
+
+
+@torch.inference_mode()
+def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
+    """Most memory that the largest step takes on top of what is allocated now (CUDA only). Runs it once, and waits."""
+    device = model.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def attend(
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
+    rows = torch.arange(num_samples, device=device)
+    logits = model.forward(ids, torch.arange(num_tokens, device=device) % model.max_model_len, rows, attend)
+    params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
+    sample(logits, params, rows.int(), RANDOM | FILTERED)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del logits
+    torch.cuda.empty_cache()
+    return peak
+
+
+def available_memory_bytes() -> int:
+    """Memory of this machine that is free for new work; the limit of a container counts where one is set."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the count of free pages stands
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            if (text := limit.read().strip()) != "max":
+                available = min(available, int(text) - int(current.read()))
+    except OSError:
+        pass  # no cgroup limit is visible
+    return max(available, 0)
