@@ -29,8 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cbatch import debug
 from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig, parse_dtype
+from cbatch.debug import LoopChecks
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -146,6 +148,7 @@ class Engine:
         self._num_graphs = len(self._graphs) if self._graphs else 0
         self._clock = StepClock()
         self._timeline: Timeline | None = None
+        self._checks = LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
@@ -244,10 +247,14 @@ class Engine:
             return None
         start = time.perf_counter()
         io = self._buffers[self._num_launched % self.depth]
+        if self._checks is not None:
+            self._checks.before_plan(io)
         plan = self.scheduler.plan(io.host_batch)
         if plan is None:
             assert self._in_flight or not self.scheduler.has_work, "work is queued, but nothing can run"
             return None
+        if self._checks is not None:
+            self._checks.planned(io, plan)
         if plan.admitted:
             now = time.monotonic()
             for sequence in plan.admitted:
@@ -269,7 +276,11 @@ class Engine:
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
         tokens = step.io.sampled[: step.plan.sizes.num_samples].copy()  # the buffer is the next step's
+        if self._checks is not None:
+            self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
+        if self._checks is not None:
+            self._checks.taken_in()
         self._num_wasted += landed.num_wasted
         self._num_output_tokens += landed.tokens.size
         end = time.perf_counter()

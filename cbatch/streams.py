@@ -38,6 +38,9 @@ class Lane(Protocol):
         Raises what the step raised.
         """
 
+    def copied_in(self, io: IOBuffer) -> bool:
+        """Whether the host slab of a buffer may be written again: its last copy to the device is over. Asks only."""
+
     def idle(self) -> None:
         """There is no work: the time until the next launch is not idleness."""
 
@@ -63,6 +66,7 @@ class CpuLane:
     def __init__(self, buffers: list[IOBuffer]) -> None:
         for io in buffers:
             io.lane_state = _CpuStep(threading.Event())
+            io.lane_state.landed.set()
         self._jobs: queue.SimpleQueue[tuple[IOBuffer, int, int, Callable[[], None], Any] | None] = queue.SimpleQueue()
         self._last_end: float | None = None
         self._thread = threading.Thread(target=self._work, name="cbatch-compute", daemon=True)
@@ -80,6 +84,9 @@ class CpuLane:
         if step.error is not None:
             raise step.error
         return step.step_ms, step.gap_ms
+
+    def copied_in(self, io: IOBuffer) -> bool:
+        return bool(io.lane_state.landed.is_set())
 
     def idle(self) -> None:
         self._last_end = None
@@ -182,6 +189,9 @@ class CudaLane:
         assert step.start is not None and step.end is not None
         gap_ms = step.previous_end.elapsed_time(step.start) if step.previous_end is not None else 0.0
         return step.start.elapsed_time(step.end), gap_ms
+
+    def copied_in(self, io: IOBuffer) -> bool:
+        return bool(io.lane_state.copied.query())
 
     def idle(self) -> None:
         self._last_end = None  # called with nothing in flight

@@ -1,0 +1,72 @@
+"""The loop's own checks: they hold in ordinary runs, and each sees the fault that it is there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cbatch.config import EngineConfig
+from cbatch.engine import Engine
+from cbatch.errors import EngineDeadError
+from cbatch.sampling_params import SamplingParams
+from tests.counting import CountingModel, counted
+
+Start = Callable[..., Engine]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_DEBUG", "1")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {}, {"depth": 4}])
+def test_ordinary_runs_keep_every_rule(counting_engine: Start, device: str, options: dict[str, Any]) -> None:
+    engine = counting_engine(CountingModel(device=device, eos=(50,)), num_blocks=17, **options)
+    handles = [engine.submit([i % 40] * (1 + i % 9), GREEDY) for i in range(40)]
+    for i, handle in enumerate(handles):
+        expected = counted(i % 40, 30)
+        assert handle.result(30).outputs[0].token_ids == expected[: expected.index(50) + 1 if 50 in expected else 30]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_read_before_they_land_are_noticed(counting_engine: Start, device: str) -> None:
+    """The fault that a missing wait makes: the landing area still holds what was there before."""
+    engine = counting_engine(CountingModel(device=device))
+    lane: Any = engine._lane
+    lane.wait = lambda io: (0.0, 0.0)
+    if device == "cpu":
+        engine.model.gate.clear()  # type: ignore[attr-defined]
+    else:
+        launch = lane.launch
+        lane.launch = lambda *args: (_spin(lane), launch(*args))[1]
+    with pytest.raises(EngineDeadError, match="before they had landed"):
+        engine.submit([1], GREEDY).result(30)
+    if device == "cpu":
+        engine.model.gate.set()  # type: ignore[attr-defined]
+
+
+def _spin(lane: Any) -> None:
+    import torch
+
+    with torch.cuda.stream(lane.compute):
+        torch.cuda._sleep(50_000_000)
+
+
+def test_buffer_written_while_its_step_is_in_flight_is_noticed(counting_engine: Start) -> None:
+    """One buffer for two steps in flight: the second plan would overwrite what the first still has to read."""
+    engine = counting_engine()
+    engine._buffers[1] = engine._buffers[0]
+    with pytest.raises(EngineDeadError, match="while its step is in flight"):
+        engine.submit([1], GREEDY).result(30)
+
+
+def test_lost_block_is_noticed() -> None:
+    with Engine(CountingModel(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
+        engine.scheduler.blocks.take(1)
+        with pytest.raises(EngineDeadError, match="a block is lost"):
+            engine.submit([1], GREEDY).result(30)
