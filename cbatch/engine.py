@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbatch import debug
+from cbatch import debug, heap
 from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig, parse_dtype
 from cbatch.debug import LoopChecks
@@ -87,6 +87,8 @@ class Engine:
             ConfigError: an option that the model or the device cannot serve.
         """
         config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
+        self.startup_s: dict[str, float] = {}  # what building took, part by part, in seconds
+        begin = time.perf_counter()
         self.model, self.tokenizer = model, tokenizer
         self._eos_token_ids = model.eos_token_ids
         groups = group_layers(model.kv_specs)
@@ -102,6 +104,7 @@ class Engine:
             )
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
+        self.startup_s["memory"] = time.perf_counter() - begin
         self.scheduler = Scheduler(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -134,6 +137,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=self.scheduler.tables.max_blocks_per_seq,
         )
+        begin = time.perf_counter()
         if cuda:
             lane = CudaLane(self._buffers, model.device)
             if graphed:
@@ -146,6 +150,8 @@ class Engine:
             self._lane = CpuLane(self._buffers)
         self._compute = self._graphs.launch if self._graphs else self._runner.run
         self._num_graphs = len(self._graphs) if self._graphs else 0
+        self._graph_mib = self._graphs.num_bytes / 2**20 if self._graphs else 0.0
+        self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
         self._timeline: Timeline | None = None
         self._checks = LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
@@ -167,6 +173,10 @@ class Engine:
         self._outbox: queue.SimpleQueue[tuple[Landed, float] | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_out, name="cbatch-delivery", daemon=True)
         self._thread = threading.Thread(target=self._main, name="cbatch-engine", daemon=True)
+        if cuda:  # on the CPU a step is longer than any collection
+            begin = time.perf_counter()
+            heap.hold()
+            self.startup_s["heap"] = time.perf_counter() - begin
         self._delivery.start()
         self._thread.start()
         _open_engines.add(self)
@@ -185,6 +195,7 @@ class Engine:
             ModelNotFoundError: nothing answers to the name.
             UnsupportedModelError: the model would not give right tokens here.
         """
+        begin = time.perf_counter()
         config = EngineConfig.from_options(options)
         if isinstance(tokenizer, (str, PathLike)):
             from cbatch.models.loader import load_tokenizer
@@ -213,7 +224,10 @@ class Engine:
             _refuse_other(config, model)
         if config.load_format != "auto" and not isinstance(model, (str, PathLike)):
             raise ConfigError(f"load_format is {config.load_format!r}, but the model is in memory already")
-        return cls(loaded, config, tokenizer)
+        seconds = time.perf_counter() - begin
+        engine = cls(loaded, config, tokenizer)
+        engine.startup_s = {"model": seconds, **engine.startup_s}
+        return engine
 
     # ---- the loop
 
@@ -334,6 +348,8 @@ class Engine:
             self._lane.close()
         except RuntimeError as error:  # a device that failed says so here again
             self._error = self._error or error
+        if self._lane.kind == "gpu":
+            heap.release()
 
     # ---- requests
 
@@ -433,6 +449,7 @@ class Engine:
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
             "num_graphs": self._num_graphs,
+            "graph_mib": self._graph_mib,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
             **self._clock.summary(),

@@ -89,7 +89,8 @@ class GraphSet:
         self._pool = torch.cuda.graph_pool_handle()
         self._redraw_pool = torch.cuda.graph_pool_handle()
         self._steps: dict[Bucket, _Step] = {}
-        self._stream = stream
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a capture could free tensors into the pool
         try:
@@ -102,6 +103,7 @@ class GraphSet:
             if collecting:
                 gc.enable()
         torch.cuda.empty_cache()  # what the warm-up runs left behind
+        self.num_bytes = free - torch.cuda.mem_get_info(device)[0]  # of the card: pool, logits, and the driver's share
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -1,4 +1,4 @@
-"""A window of steps, recorded as it happened: what the CPU planned, waited for and landed, what the device did meanwhile.
+"""A window of steps as it happened: what the CPU planned, waited for and landed, and what the device did meanwhile.
 
 Knows lanes, steps and times; knows no request, no model and no stream. The engine fills it in, anyone may read it once
 it has ended: as spans, as a page, or as a trace for Perfetto (https://ui.perfetto.dev).
@@ -122,20 +122,21 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start_us)
 
     def summary(self) -> dict[str, float]:
-        """Of this window alone: the share of it that the device computed, and medians of a step, by name."""
+        """Of this window alone: the share of it that the device computed, and the times of a step."""
         lanes = {lane: [span for span in self.spans if span.lane == lane] for lane in LANES}
         compute = lanes["compute"]
         if not compute:
             return {}
-        busy = sum(span.end_us - span.start_us for span in compute)
-        medians = {lane: median(span.end_us - span.start_us for span in spans) for lane, spans in lanes.items()}
+        whole = compute[:-1] or compute  # from begin to begin, so that there are as many gaps as steps
+        busy = sum(span.end_us - span.start_us for span in whole)
+        total = (compute[-1].start_us if len(compute) > 1 else compute[-1].end_us) - compute[0].start_us
         return {
             "num_steps": len(compute),
-            "activity_pct": 100.0 * busy / (compute[-1].end_us - compute[0].start_us),
-            "compute_us_p50": medians["compute"],
-            "plan_us_p50": medians["CPU plan"],
-            "land_us_p50": medians["CPU land"],
-            "period_us": (compute[-1].start_us - compute[0].start_us) / max(len(compute) - 1, 1),
+            "activity_pct": 100.0 * busy / total,
+            "period_us_mean": total / len(whole),
+            "compute_us_mean": busy / len(whole),
+            "plan_us_p50": median(span.end_us - span.start_us for span in lanes["CPU plan"]),
+            "land_us_p50": median(span.end_us - span.start_us for span in lanes["CPU land"]),
         }
 
     def write_html(self, path: str | PathLike[str]) -> None:
