@@ -52,6 +52,7 @@ def child(args: argparse.Namespace) -> None:
         "parts_s": parts,
         "num_graphs": stats["num_graphs"],
         "graph_mib": stats["graph_mib"],
+        "graph_mib_per_bucket": stats["graph_mib_per_bucket"],
     }
     print(json.dumps(figures))
 
@@ -73,7 +74,7 @@ def main() -> None:
             parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in figures["parts_s"].items())
             print(
                 f"Triton cache {name}: {figures['total_s']:.1f} s to ready ({parts}); {figures['num_graphs']} graphs "
-                f"in {figures['graph_mib']:.0f} MiB",
+                f"in {figures['graph_mib']:.0f} MiB, one more {figures['graph_mib_per_bucket']:.1f} MiB",
                 flush=True,
             )
     if args.json:

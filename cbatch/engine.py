@@ -151,6 +151,7 @@ class Engine:
         self._compute = self._graphs.launch if self._graphs else self._runner.run
         self._num_graphs = len(self._graphs) if self._graphs else 0
         self._graph_mib = self._graphs.num_bytes / 2**20 if self._graphs else 0.0
+        self._graph_mib_per_bucket = self._graphs.bytes_per_bucket / 2**20 if self._graphs else 0.0
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
         self._timeline: Timeline | None = None
@@ -450,6 +451,7 @@ class Engine:
             "num_free_blocks": scheduler.blocks.num_free,
             "num_graphs": self._num_graphs,
             "graph_mib": self._graph_mib,
+            "graph_mib_per_bucket": self._graph_mib_per_bucket,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
             **self._clock.summary(),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from cbatch.buffers import DeviceBatch, IOBuffer, round_up
@@ -96,8 +97,12 @@ class GraphSet:
         try:
             with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_stream(torch.cuda.default_stream(device))
+                sizes = [free]
                 for bucket in buckets.all():
                     self._steps[bucket] = self._capture(bucket)
+                    sizes.append(torch.cuda.mem_get_info(device)[0])
+                # What one more bucket costs: the first ones fill the pool, the later ones find their memory in it.
+                self.bytes_per_bucket = float(np.median(-np.diff(sizes)))
                 stream.synchronize()
         finally:
             if collecting:

@@ -11,19 +11,20 @@ from cbatch.scheduler.kv_spec import KVSpec
 
 
 class CountingModel:
-    """Counts modulo ``vocab_size``. Steps can be made slow, held back, or made to fail."""
+    """Counts modulo ``vocab_size``. Where steps run eagerly they can be held back, recorded, or made to fail."""
 
     kv_specs = (KVSpec(1, 1, 1),)
     dtype = torch.float32
     name = "counting"
     capturable = True
+    default_device = "cpu"  # tests that run on several devices set it
     generation_config = None
 
     def __init__(
-        self, vocab_size: int = 100, max_model_len: int = 128, eos: tuple[int, ...] = (), device: str = "cpu"
+        self, vocab_size: int = 100, max_model_len: int = 128, eos: tuple[int, ...] = (), device: str | None = None
     ) -> None:
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos
-        self.device = torch.device(device)
+        self.device = torch.device(device or self.default_device)
         self.num_forwards = 0
         self.fail_at: int | None = None
         self.gate = threading.Event()  # cleared: the next step stands still

@@ -15,6 +15,7 @@ import torch
 from cbatch.engine import Engine
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
+from tests.engine.test_engine import churn, settle
 from tests.models.families import make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +86,15 @@ def _check_that_nothing_synchronises(**options: Any) -> None:
             assert [h.result(60).outputs[0].token_ids for h in again] == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_random_joins_leaves_and_aborts_for_two_thousand_steps_of_graphs(counting_engine: Start) -> None:
+    options = {"max_num_seqs": 40, "num_blocks": 90, "max_num_batched_tokens": 64}
+    engine = counting_engine(CountingModel(device="cuda", eos=(13,)), **options)
+    churn(engine, 2000)
+    settle(engine)
+    stats = engine.stats()
+    assert stats["num_graphs"] > 0 and stats["num_free_blocks"] == stats["num_blocks"]
 
 
 SIZES = [*range(1, 66), 128, 200, 256]

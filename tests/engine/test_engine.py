@@ -32,6 +32,18 @@ Start = Callable[..., Engine]
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(CountingModel, "default_device", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def counting_engine(counting_engine: Start) -> Start:
+    """Eager on the GPU too: these tests hold the model back, look into it and make it fail."""
+    return lambda *args, **options: counting_engine(*args, **{"enforce_eager": True, **options})
+
+
 def greedy(max_tokens: int | None = 8, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
@@ -374,11 +386,18 @@ def test_closed_engine_is_freed_without_the_garbage_collector() -> None:
 
 def test_random_joins_leaves_and_aborts_for_two_thousand_steps(counting_engine: Start) -> None:
     """Every request equals its solo run whatever joins and leaves beside it, with a pool that forces preemption."""
-    model = CountingModel(eos=(13,))
-    engine = counting_engine(model, max_num_seqs=6, num_blocks=17, max_num_batched_tokens=12)
+    engine = counting_engine(CountingModel(eos=(13,)), max_num_seqs=6, num_blocks=17, max_num_batched_tokens=12)
+    churn(engine, 2000)
+    assert engine.stats()["num_preemptions"] > 0
+    settle(engine)
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def churn(engine: Engine, num_steps: int) -> None:
+    """Requests of all sizes to a counting model with EOS 13, a fifth of them aborted; each must equal its solo run."""
     rng = np.random.default_rng(3)
     pending: list[tuple[RequestHandle, list[int], bool]] = []
-    while model.num_forwards < 2000:
+    while engine.stats()["steps"] < num_steps:
         prompt = rng.integers(0, 100, rng.integers(1, 20)).tolist()
         count = int(rng.integers(1, 25))
         expected = counted(prompt[-1], count)
@@ -400,9 +419,6 @@ def test_random_joins_leaves_and_aborts_for_two_thousand_steps(counting_engine: 
         got = tokens(handle)
         assert got == expected[: len(got)]
         assert abort or got == expected
-    assert engine.stats()["num_preemptions"] > 0
-    settle(engine)
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
 def test_metrics_are_in_order(counting_engine: Start) -> None:
@@ -412,12 +428,12 @@ def test_metrics_are_in_order(counting_engine: Start) -> None:
     assert times == sorted(times)  # type: ignore[type-var]
 
 
-def test_stats_name_the_lane_and_count(counting_engine: Start) -> None:
+def test_stats_name_the_lane_and_count(counting_engine: Start, device: str) -> None:
     engine = counting_engine()
     tokens(engine.submit([1], greedy(20)))
     settle(engine)
     stats = engine.stats()
-    assert stats["activity_kind"] == "cpu_lane"  # never called a GPU figure
+    assert stats["activity_kind"] == ("gpu" if device == "cuda" else "cpu_lane")  # never called what it is not
     assert 0 < stats["activity_pct"] <= 100
     assert stats["steps"] == 20
     engine.reset_stats()
