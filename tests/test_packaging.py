@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = {".py", ".json", ".typed"}
+SHIPPED = {".py", ".json", ".html", ".typed"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(dist: Path) -> None:
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     package = {name for name in names if name.startswith("cbatch/")}
     assert package == expected()
-    assert {"cbatch/scheduler/kv_spec.py", "cbatch/data/demo_prompts.json", "cbatch/py.typed"} <= package
+    assert {"cbatch/scheduler/kv_spec.py", "cbatch/data/demo_prompts.json", "cbatch/data/timeline.html"} <= package
+    assert "cbatch/py.typed" in package
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"cbatch"}  # and its dist-info
     assert "cbatch = cbatch.cli:app" in entry_points
 

@@ -119,6 +119,23 @@ def test_bench_writes_a_run_for_each_schedule(run, tiny_model, tmp_path, load_fo
     assert "CPU lane activity" in done.stdout
 
 
+def test_bench_draws_a_timeline_of_both_schedules(run, tiny_model, tmp_path):
+    options = ("--model", tiny_model, "--num-requests", 3, "--input-len", 7, "--num-blocks", 50, "--block-size", 8)
+    options = ("bench", "throughput", *options, "--timeline", tmp_path / "page.html")
+    done = run(*options, "--output-len", 12, "--schedule", "both", "--timeline-steps", 4)
+    assert done.exit_code == 0, done.output
+    assert "page.trace.json" in done.stdout
+    events = json.loads((tmp_path / "page.trace.json").read_text())["traceEvents"]
+    computed = [e for e in events if e.get("cat") == "compute"]
+    assert [e["pid"] for e in computed] == [1] * 4 + [2] * 4
+    assert all(e["args"] == {"tokens": 3, "rows": 3} for e in computed)  # decoding alone
+    assert '"schedule":"sync"' in (tmp_path / "page.html").read_text()
+    assert "too few steps" in run(*options, "--output-len", 1).stderr
+    nowhere = run(*options[:-1], tmp_path / "none" / "page.html")
+    assert nowhere.exit_code == 2
+    assert "there is no folder" in nowhere.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
