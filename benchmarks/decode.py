@@ -127,12 +127,14 @@ def measure(model: Any, schedule: str, context: int, args: argparse.Namespace, b
         for handle in handles:
             handle.abort()
         kv = 2 * sum(s.num_kv_heads * s.k_head_dim for s in model.kv_specs) * model.dtype.itemsize
-    needed = weight_bytes(model._module) + kv * args.num_requests * mean_context
+    weights = getattr(model, "num_weight_bytes", None) or weight_bytes(model._module)
+    needed = weights + kv * args.num_requests * mean_context
     step_ms = stats["ms_per_step_p50"]
     names = ("steps", "activity_pct", "ms_per_step_p50", "ms_per_step_p99", "num_graphs")
     host = {name: value for name, value in stats.items() if name.startswith("host_us")}
     return {
         "model": model.name,
+        "model_impl": type(model).__name__,
         "schedule": schedule,
         "depth": engine.config.depth,
         "num_requests": args.num_requests,
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--profiled-steps", type=int, default=20)
     parser.add_argument("--depth", type=int)
+    parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers", "decoder"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
@@ -163,7 +166,7 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s", flush=True)
     runs = []
     for shape in args.shapes:
-        model = load_model(shape, dtype="bfloat16", device="cuda", load_format="dummy")
+        model: Any = load_model(shape, dtype="bfloat16", device="cuda", load_format="dummy", model_impl=args.model_impl)
         for context in args.contexts:
             for schedule in args.schedules:
                 run = measure(model, schedule, context, args, bandwidth)

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy")
+    model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy", model_impl="auto")
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     prompts = random_prompts(args.num_requests, args.input_len, model.vocab_size, 0)
     runs = []

@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy")
+    model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy", model_impl="auto")
     tokenizer = Folded(load_tokenizer(args.tokenizer))
     params = SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     report: dict[str, Any] = {"environment": environment("cuda"), "model": args.model, "cases": {}}

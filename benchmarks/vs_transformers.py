@@ -2,7 +2,7 @@
 
     python -m benchmarks.vs_transformers [--model smollm2-135m] [--device cpu] [--dtype float32] [--json FILE]
 
-Both compute on the same module in memory and continue every prompt by exactly ``--output-len`` tokens (no stop at an
+Both compute with the same weights and continue every prompt by exactly ``--output-len`` tokens (no stop at an
 end of sequence), so the work is the same; the run fails if the numbers of tokens differ. Time runs from the first
 submission to the last token: transformers' allocation of its cache, which ``generate_batch`` does anew in each call, is
 not counted against it (``wall_s`` has it). Each side is warmed up first. The last line is JSON.
@@ -30,7 +30,7 @@ PROMPTS = Path(__file__).resolve().parent.parent / "cbatch" / "data" / "demo_pro
 
 
 def run_cbatch(
-    model: PreTrainedModel, prompts: list[list[int]], output_len: int, **options: Any
+    model: str | PreTrainedModel, prompts: list[list[int]], output_len: int, **options: Any
 ) -> tuple[dict[str, Any], list[list[int]]]:
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     with Engine.from_model(model, **options) as engine:
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--same-module", action="store_true", help="cbatch runs transformers' module, not its decoder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
@@ -88,10 +89,12 @@ def main() -> int:
     encoded = [encode_prompt(tokenizer, chat, add_special_tokens=False) for chat in chats]
     prompts = [encoded[i % len(encoded)] for i in range(args.num_requests)]
 
-    options = {"schedule": args.schedule}
+    options: dict[str, Any] = {"schedule": args.schedule}
     if args.max_num_batched_tokens is not None:
         options["max_num_batched_tokens"] = args.max_num_batched_tokens
-    ours, our_tokens = run_cbatch(model, prompts, args.output_len, **options)
+    if not args.same_module:
+        options |= {"dtype": args.dtype, "device": args.device}
+    ours, our_tokens = run_cbatch(model if args.same_module else folder, prompts, args.output_len, **options)
     print(f"cbatch        {ours['output_tokens_per_s']:9.1f} output tokens/s  ({ours['duration_s']:.1f} s)", flush=True)
     theirs, their_tokens = run_transformers(model, prompts, args.output_len)
     print(f"transformers  {theirs['output_tokens_per_s']:9.1f} output tokens/s  ({theirs['duration_s']:.1f} s)")

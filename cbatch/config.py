@@ -12,7 +12,7 @@ from cbatch.errors import ConfigError
 _CHOICES = {
     "schedule": ("async", "sync"),
     "attention": ("auto", "torch", "triton"),
-    "model_impl": ("auto", "transformers"),
+    "model_impl": ("auto", "transformers", "decoder"),
     "load_format": ("auto", "dummy"),
 }
 
@@ -50,7 +50,8 @@ class EngineConfig:
         schedule: ``"async"`` plans the next step while one computes; ``"sync"`` waits for each.
         depth: steps in flight, 2 or more with ``"async"``; None: 2, and 1 with ``"sync"``.
         attention: kernels; ``"auto"`` is Triton on CUDA and torch elsewhere. An explicit choice never falls back.
-        model_impl: ``"auto"`` or ``"transformers"``: how the model is run.
+        model_impl: ``"decoder"`` is our own, with fused copies of the weights; ``"transformers"`` the model's own code
+            around shared weights. ``"auto"``: the decoder for a model given by name if it covers it, else transformers.
         enforce_eager: launch each kernel from Python instead of replaying CUDA graphs. Steps run eagerly in any case on
             the CPU, with ``attention="torch"``, and for a model whose forward waits for values from the device.
         seed: seeds the requests that bring no seed of their own.
@@ -71,7 +72,7 @@ class EngineConfig:
     schedule: Literal["async", "sync"] = "async"
     depth: int | None = None
     attention: Literal["auto", "torch", "triton"] = "auto"
-    model_impl: Literal["auto", "transformers"] = "auto"
+    model_impl: Literal["auto", "transformers", "decoder"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
     seed: int = 0

@@ -213,6 +213,7 @@ class Engine:
                 load_format=config.load_format,
                 trust_remote_code=config.trust_remote_code,
                 seed=config.seed,
+                model_impl=config.model_impl,
             )
             if tokenizer is None and config.load_format != "dummy":
                 tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
@@ -220,6 +221,10 @@ class Engine:
             from cbatch.models.transformers_model import TransformersModel
 
             loaded = TransformersModel(model, device=config.device, dtype=parse_dtype(config.dtype))
+            if config.model_impl == "decoder":  # never unasked: copies do not follow the caller's training
+                from cbatch.models.decoder import Decoder
+
+                loaded = Decoder.from_transformers(loaded, take_weights=False)
         else:
             loaded = model
             _refuse_other(config, model)
@@ -518,6 +523,8 @@ def _refuse_other(config: EngineConfig, model: Model) -> None:
     """A ``Model`` lives where it lives: an option that says otherwise is refused, not ignored."""
     if config.device is not None and torch.device(config.device).type != model.device.type:
         raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
+    if config.model_impl != "auto":
+        raise ConfigError(f"model_impl is {config.model_impl!r}, but the model is a cbatch Model already")
     dtype = parse_dtype(config.dtype)
     if dtype not in (None, model.dtype):
         raise ConfigError(f"dtype is {config.dtype!r}, but the model computes in {model.dtype}")

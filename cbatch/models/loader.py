@@ -6,6 +6,7 @@ Weights come from safetensors alone, never from pickles, and code from a hub rep
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import initialization as init
 
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.models.base import Model
+from cbatch.models.decoder import Decoder, DecoderMismatch
 from cbatch.models.demo import ensure_demo_model
 from cbatch.models.transformers_model import TransformersModel
 
+_log = logging.getLogger(__name__)
 DEMO = "smollm2-135m"
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,25 +41,41 @@ def load_model(
     load_format: Literal["auto", "dummy"] = "auto",
     trust_remote_code: bool = False,
     seed: int = 0,
-) -> TransformersModel:
+    model_impl: Literal["auto", "transformers", "decoder"] = "transformers",
+) -> Model:
     """Load a causal LM on ``device``: an alias, a local folder, or a repository of the hub.
 
     ``dtype="auto"`` is the checkpoint's own, but float32 on the CPU, where 16-bit arithmetic is slow.
     ``load_format="dummy"`` reads only the config (of a folder, a file, a hub name or one of ``shape_names()``) and
     makes random weights of ``seed`` on the device; the caller's random state is left alone.
+    ``model_impl="decoder"`` is our own decoder, ``"auto"`` too where it covers the model.
     Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
     """
     device = torch.device(device)
     name = str(name_or_path)
-    if load_format == "dummy":
-        module = _random_module(_find_config(name), _resolve_dtype(dtype, device), device, trust_remote_code, seed)
-    elif load_format == "auto":
-        module = _pretrained_module(_find_weights(name), _resolve_dtype(dtype, device), device, trust_remote_code)
-    else:
-        raise ConfigError(f"load_format={load_format!r} is not one of 'auto', 'dummy'")
-    model = TransformersModel(module)
-    model.name = name
-    return model
+
+    def through_transformers() -> TransformersModel:
+        if load_format == "dummy":
+            module = _random_module(_find_config(name), _resolve_dtype(dtype, device), device, trust_remote_code, seed)
+        elif load_format == "auto":
+            module = _pretrained_module(_find_weights(name), _resolve_dtype(dtype, device), device, trust_remote_code)
+        else:
+            raise ConfigError(f"load_format={load_format!r} is not one of 'auto', 'dummy'")
+        model = TransformersModel(module)
+        model.name = name
+        return model
+
+    model = through_transformers()
+    if model_impl == "transformers":
+        return model
+    try:
+        return Decoder.from_transformers(model, take_weights=True)
+    except UnsupportedModelError as error:
+        if model_impl == "decoder":
+            raise
+        mismatch = isinstance(error, DecoderMismatch)
+        _log.log(logging.WARNING if mismatch else logging.INFO, "%s runs through transformers: %s", name, error)
+    return through_transformers() if mismatch else model  # the decoder that does not match has taken the weights
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:

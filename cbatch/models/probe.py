@@ -21,7 +21,7 @@ from cbatch.scheduler.kv_spec import KVSpec
 _HARMLESS_EXTRAS = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that families pass along to every attention implementation and that need no answer."""
 
-_LARGEST_PROBED_WINDOW = 64  # positions; probing beyond a larger window would make the probe slow
+LARGEST_PROBED_WINDOW = 64  # positions; probing beyond a larger window would make the probe slow
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Findings:
 
 
 @dataclass
-class _DenseAttend:
+class DenseAttend:
     """Answers attention calls over a few sequences, step after step, without pages. Slow and obvious."""
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -175,10 +175,10 @@ def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, 
     layers, vocab_size = tuple(steps.dense.calls), logits.shape[-1]
     _check_layers(module, layers, max_model_len)
 
-    windows = [layer.spec.window for layer in layers if 0 < layer.spec.window <= _LARGEST_PROBED_WINDOW]
+    windows = [layer.spec.window for layer in layers if 0 < layer.spec.window <= LARGEST_PROBED_WINDOW]
     lengths = [min(length, max_model_len) for length in (max([7, *(w + 5 for w in windows)]), 5)]
     experts = any("expert" in name for name, _ in module.named_modules())
-    rule = _Rule(dtype, experts)
+    rule = Rule(dtype, experts)
     waits = _WaitsForDevice()
     for attempt in range(rule.attempts):
         dice = random.Random(attempt)  # our own: the global state is the caller's
@@ -203,7 +203,7 @@ class _Steps:
     def __init__(self, module: nn.Module, takes_logits_to_keep: bool) -> None:
         self.module, self.takes_logits_to_keep = module, takes_logits_to_keep
         self.device = next(module.parameters()).device
-        self.dense = _DenseAttend()
+        self.dense = DenseAttend()
 
     def tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -221,7 +221,7 @@ class _Steps:
 
     def together(self, a: list[int], b: list[int], waits: _WaitsForDevice) -> list[Tensor]:
         """The logits of all tokens of two sequences, [len(a), vocab_size] and [len(b), vocab_size], in two steps."""
-        self.dense = _DenseAttend()
+        self.dense = DenseAttend()
         head_a, head_b = len(a) - 1, len(b) - 2
         one = self.packed([("A", 0, a[:-1]), ("B", 0, b[:-2])], sample_rows=[*range(head_a + head_b)])
         with waits:  # not in the first step, which may fill caches
@@ -285,7 +285,7 @@ def _suspect(layers: tuple[LayerCall, ...]) -> str:
     return "Its attention has a part that is not handed over, such as a bias or a state"
 
 
-class _Rule:
+class Rule:
     """When two computations of the same logits are equal up to rounding.
 
     Row by row: the distance of the two rows over the spread of the plain one. In the tiny models of 60 families this

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from cbatch.engine import Engine
+from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.sampling_params import SamplingParams
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_tiny
 
@@ -46,24 +48,30 @@ def by_generate(model: Any) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("family", ON_CPU)
-def test_tokens_equal_generate(family: str) -> None:
+def both_ways(families: Iterable[str]) -> list[tuple[str, str]]:
+    """(family, model_impl): each through transformers' code, and those that the decoder covers through it as well."""
+    covered = [family for family in families if FAMILIES[family]().model_type in COVERED_KINDS]
+    return [(family, "transformers") for family in families] + [(family, "decoder") for family in covered]
+
+
+@pytest.mark.parametrize(("family", "model_impl"), both_ways(ON_CPU))
+def test_tokens_equal_generate(family: str, model_impl: str) -> None:
     model = make_tiny(family)
     expected = by_generate(model)
-    assert through_engine(model, schedule="async") == expected
-    assert through_engine(model, schedule="sync") == expected
+    assert through_engine(model, model_impl=model_impl, schedule="async") == expected
+    assert through_engine(model, model_impl=model_impl, schedule="sync") == expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_tokens_equal_generate_in_float32_on_the_gpu(family: str) -> None:
+@pytest.mark.parametrize(("family", "model_impl"), both_ways(sorted(FAMILIES)))
+def test_tokens_equal_generate_in_float32_on_the_gpu(family: str, model_impl: str) -> None:
     model = make_tiny(family, device="cuda")
-    assert through_engine(model) == by_generate(model)
+    assert through_engine(model, model_impl=model_impl) == by_generate(model)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_bfloat16_differs_only_at_near_ties(family: str) -> None:
+@pytest.mark.parametrize(("family", "model_impl"), both_ways(sorted(FAMILIES)))
+def test_bfloat16_differs_only_at_near_ties(family: str, model_impl: str) -> None:
     """Two bf16 implementations of one model each stand off the exact logits by some rounding error.
 
     Let D be how far transformers' own bf16 logits of a position stand off the float32 ones of the same weights, for the
@@ -73,7 +81,7 @@ def test_bfloat16_differs_only_at_near_ties(family: str) -> None:
     the rule, 10% with experts. A wrong position, page or neighbour makes nearly all of them wrong.
     """
     model = make_tiny(family, device="cuda", dtype=torch.bfloat16)
-    answers = through_engine(model)
+    answers = through_engine(model, model_impl=model_impl)
     exact = make_tiny(family, device="cuda", dtype=torch.bfloat16).float()
     below, error, spread = [], [], []
     for prompt, answer in zip(prompts(), answers, strict=True):

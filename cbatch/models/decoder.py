@@ -1,0 +1,198 @@
+"""One decoder for the families that differ by facts alone: fused weights, fused kernels, and a page to read.
+
+The facts are in ``decoder_config``, the weights come through ``decoder_weights``, the kernels through ``Ops``.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from cbatch.errors import UnsupportedModelError
+from cbatch.kernels.ops import make_ops
+from cbatch.models.base import Attend, Model
+from cbatch.models.decoder_config import DecoderConfig, decoder_config
+from cbatch.models.decoder_weights import Layer, Linear, Norm, Weights, load_weights
+from cbatch.models.probe import LARGEST_PROBED_WINDOW, DenseAttend, Rule
+from cbatch.models.transformers_model import TransformersModel
+
+
+class Decoder:
+    """A causal language model with weights of its own, which follow nobody's training. Implements ``Model``."""
+
+    capturable = True
+
+    def __init__(self, config: DecoderConfig, weights: Weights, like: Model) -> None:
+        """``like`` is the same model as transformers runs it: its name, its limits and its stop tokens are taken."""
+        self.config, self.weights = config, weights
+        self.kv_specs = config.kv_specs
+        self.vocab_size = weights.head.weight.shape[0]
+        self.dtype, self.device = weights.embed.dtype, weights.embed.device
+        self.max_model_len, self.name = like.max_model_len, like.name
+        self.eos_token_ids, self.generation_config = like.eos_token_ids, like.generation_config
+        self._ops = make_ops(self.device)
+        # What normalises the sum behind each layer: the next one's first norm, and behind the last the final norm.
+        self._norms_after = [layer.attn_norm for layer in weights.layers[1:]] + [weights.final_norm]
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend) -> Tensor:
+        """Run one packed step; shapes as in ``Model.forward``. Waits for nothing.
+
+        ``residual`` is the stream [num_tokens, hidden_size] that every block reads, normalised, and adds to; ``x`` is
+        what is on its way from one block to the next.
+        """
+        config, weights = self.config, self.weights
+        residual = F.embedding(input_ids, weights.embed)
+        if config.embed_scale != 1.0:
+            residual = residual * config.embed_scale
+        if weights.positions is not None:
+            residual = residual + F.embedding(positions, weights.positions)
+
+        x = self._norm(residual, weights.layers[0].attn_norm)
+        for i, layer in enumerate(weights.layers):
+            x = self._attention(i, layer, x, positions, attend)
+            x, residual = self._add_and_norm(x, residual, layer.attn_post_norm, layer.mlp_norm)
+            x = self._mlp(layer, x)
+            rows = sample_rows if i == config.num_layers - 1 else None  # logits are wanted of these alone
+            x, residual = self._add_and_norm(x, residual, layer.mlp_post_norm, self._norms_after[i], rows)
+
+        logits = _linear(x, weights.head)
+        if config.logit_scale != 1.0:
+            logits *= config.logit_scale
+        if config.logit_softcap:
+            logits = logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+        return logits
+
+    def _attention(self, i: int, layer: Layer, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        config, ops = self.config, self._ops
+        num_heads, num_turned = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = _linear(x, layer.qkv)
+        if layer.row_norms is not None:
+            q, k, _ = qkv.split([n * config.head_dim for n in (num_heads, config.num_kv_heads, config.num_kv_heads)], 1)
+            for row, weight in zip((q, k), layer.row_norms, strict=True):
+                ops.rms_norm(row, weight, config.norm_eps, out=row)
+        heads = qkv.view(len(qkv), -1, config.head_dim)  # queries, keys, values
+        if (rope := config.ropes[i]) is not None or layer.head_norms is not None:
+            table = None if rope is None else self.weights.rope_tables[rope]
+            ops.qk_norm_rope(heads[:, :num_turned], num_heads, positions, table, layer.head_norms, config.norm_eps)
+        attended = attend(
+            i,
+            heads[:, :num_heads],
+            heads[:, num_heads:num_turned],
+            heads[:, num_turned:],
+            scale=config.attn_scale,
+            window=config.windows[i],
+            softcap=config.attn_softcap,
+            sinks=None,
+        )
+        return _linear(attended.flatten(1), layer.o)
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        act = self._ops.act_and_mul if self.config.gated else self._ops.activate
+        return _linear(act(_linear(x, layer.up), self.config.act), layer.down)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x
+        if self.config.norm == "layer":
+            return self._ops.layer_norm(x, norm.weight, norm.bias, self.config.norm_eps)
+        return self._ops.rms_norm(x, norm.weight, self.config.norm_eps)
+
+    def _add_and_norm(
+        self, x: Tensor, residual: Tensor, post_norm: Norm | None, norm: Norm | None, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A block's end and the next one's beginning: (what the next reads, the stream), of ``rows`` if given."""
+        config = self.config
+        if config.norm == "layer":
+            assert norm is not None and post_norm is None
+            return self._ops.add_layer_norm(
+                x, residual, norm.weight, norm.bias, config.norm_eps, scale=config.residual_scale, rows=rows
+            )
+        return self._ops.add_rms_norm(
+            x,
+            residual,
+            norm.weight if norm else None,
+            config.norm_eps,
+            scale=config.residual_scale,
+            post_weight=post_norm.weight if post_norm else None,
+            rows=rows,
+        )
+
+    @classmethod
+    def from_transformers(cls, like: TransformersModel, *, take_weights: bool) -> Decoder:
+        """Make a decoder of a model's weights, and compare the two over a few tokens.
+
+        With ``take_weights`` the module that ``like`` runs is left without weights, so that nothing is held twice but
+        the matrices of one layer; else the decoder has copies, and ``like`` goes on.
+
+        Raises:
+            DecoderMismatch: the logits differ by more than rounding; weights that were taken are gone.
+            UnsupportedModelError: the model is not covered, for the reason given; nothing was taken.
+        """
+        module = like._module
+        if type(module) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None):
+            raise UnsupportedModelError(
+                f"the decoder does not cover {type(module).__name__}, which is no class of transformers"
+            )
+        config = decoder_config(module.config, like.dtype)
+        if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+            raise UnsupportedModelError("the decoder does not call the hooks that the model has")
+        if config.kv_specs != like.kv_specs:
+            raise UnsupportedModelError(f"{module.config.model_type}: layers attend otherwise than the decoder's would")
+        with torch.autocast(like.device.type, enabled=False):
+            expected = packed_logits(like)
+            decoder = cls(config, load_weights(module, config, like.max_model_len, take=take_weights), like)
+            reason = Rule(like.dtype, experts=False).difference(packed_logits(decoder), expected)
+        if reason:
+            raise DecoderMismatch(
+                f"{module.config.model_type}: the decoder gives other logits than transformers: {reason}"
+            )
+        return decoder
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """What a step reads of the weights: all but the embedding, unless that is the head as well."""
+        parts = [x for layer in self.weights.layers for x in (layer.qkv, layer.o, layer.up, layer.down)]
+        return sum(part.weight.nbytes for part in [*parts, self.weights.head])
+
+
+def _linear(x: Tensor, linear: Linear) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)
+
+
+class DecoderMismatch(UnsupportedModelError):
+    """The decoder was built, and its logits are not those of transformers."""
+
+
+def packed_logits(model: Model) -> list[Tensor]:
+    """The logits of each token of two sequences of different length, [num_tokens, vocab_size] each.
+
+    In two packed steps, without pages: the second has a decode and a chunk of a prompt, and samples out of order.
+    """
+    windows = [spec.window for spec in model.kv_specs if 0 < spec.window <= LARGEST_PROBED_WINDOW]
+    dice = random.Random(0)  # our own: the global state is the caller's
+    a, b = (
+        [dice.randrange(model.vocab_size) for _ in range(min(length, model.max_model_len))]
+        for length in (max([7, *(window + 5 for window in windows)]), 5)
+    )
+    dense = DenseAttend()
+
+    def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return dense(layer, q, k, v, mask=None, extras={}, **options)
+
+    def step(rows: list[tuple[str, int, list[int]]], samples: list[int]) -> Tensor:
+        dense.begin([(sequence, len(tokens)) for sequence, _, tokens in rows])
+        ids = [token for _, _, tokens in rows for token in tokens]
+        positions = [first + i for _, first, tokens in rows for i in range(len(tokens))]
+        inputs = [torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, samples)]
+        return model.forward(inputs[0], inputs[1], inputs[2], attend)
+
+    head_a, head_b = len(a) - 1, len(b) - 2
+    one = step([("A", 0, a[:-1]), ("B", 0, b[:-2])], [*range(head_a + head_b)])
+    two = step([("A", head_a, a[-1:]), ("B", head_b, b[-2:])], [2, 0, 1])
+    return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]

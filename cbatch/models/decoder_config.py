@@ -1,0 +1,254 @@
+"""What makes one family of decoders differ from another: about twenty facts, as data. Knows no weight.
+
+A family is an entry of ``FAMILIES``; everything else is read from the config under the few names that transformers has
+for it. A config that says something we do not know is not covered, and its model runs through transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from cbatch.errors import UnsupportedModelError
+from cbatch.scheduler.kv_spec import KVSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Where a family keeps its weights: Llama's way unless said otherwise. None: the family has no such weight.
+
+    A tuple is what one fused matrix is made of, in this order.
+    """
+
+    body: str = "model"
+    layers: str = "layers"
+    embed: str = "embed_tokens"
+    positions: str | None = None  # learned ones
+    final_norm: str = "norm"
+    attn_norm: str | None = "input_layernorm"
+    attn_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    o: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The facts. ``Decoder.forward`` is the page that they are facts of."""
+
+    names: Names
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float
+    norm_offset: float = 0.0  # 1.0: weights are stored as their distance from one (Gemma)
+    qk_norm: Literal["none", "head", "row"] = "none"  # of each head, or of all heads of a token together
+
+    attn_scale: float
+    attn_softcap: float = 0.0
+    windows: tuple[int, ...]  # a layer's, in positions; 0: all
+    ropes: tuple[str | None, ...]  # which of the model's rotary tables turns a layer; None: it is not turned
+    rope_interleaved: bool = False  # neighbours turn together, instead of the halves of a head
+
+    gated: bool = True
+    act: str = "silu"
+
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        return tuple(KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
+
+
+_POST: dict[str, Any] = {"attn_norm": None, "attn_post_norm": "post_attention_layernorm", "mlp_norm": None}
+_SANDWICH: dict[str, Any] = {"attn_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+_AFTER_MLP: dict[str, Any] = {"mlp_post_norm": "post_feedforward_layernorm"}
+_PLAIN_MLP: dict[str, Any] = {"up": ("mlp.c_fc",), "down": "mlp.c_proj"}
+_FUSED_MLP: dict[str, Any] = {"up": ("mlp.gate_up_proj",)}
+
+_GPT2: dict[str, Any] = {
+    "names": Names(
+        body="transformer",
+        layers="h",
+        embed="wte",
+        positions="wpe",
+        final_norm="ln_f",
+        attn_norm="ln_1",
+        mlp_norm="ln_2",
+        qkv=("attn.c_attn",),
+        o="attn.c_proj",
+        **_PLAIN_MLP,
+    ),
+    "norm": "layer",
+    "gated": False,
+    "ropes": "nowhere",
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "arcee": {"names": Names(up=("mlp.up_proj",)), "gated": False},
+    "ernie4_5": {"rope_interleaved": True},
+    "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where the window slides"},
+    "gemma": {"norm_offset": 1.0, "embed_scale": "root of the hidden size"},
+    "gemma2": {
+        "names": Names(**_SANDWICH, **_AFTER_MLP),
+        "norm_offset": 1.0,
+        "embed_scale": "root of the hidden size",
+    },
+    "gemma3_text": {
+        "names": Names(**_SANDWICH, **_AFTER_MLP),
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "embed_scale": "root of the hidden size",
+    },
+    "glm": {"names": Names(**_FUSED_MLP), "rope_interleaved": True},
+    "glm4": {
+        "names": Names(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm", **_FUSED_MLP),
+        "rope_interleaved": True,
+    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "granite": {},
+    "helium": {"rope_interleaved": True},
+    "llama": {},
+    "ministral": {},
+    "mistral": {},
+    "nemotron": {"names": Names(up=("mlp.up_proj",)), "norm": "layer", "norm_offset": 1.0, "gated": False},
+    "olmo2": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "row"},
+    "olmo3": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "row"},
+    "phi3": {"names": Names(qkv=("self_attn.qkv_proj",), **_FUSED_MLP)},
+    "qwen2": {},
+    "qwen3": {"qk_norm": "head"},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {"norm": "layer"},
+    "starcoder2": {"names": Names(**_PLAIN_MLP), "norm": "layer", "gated": False},
+    "vaultgemma": {
+        "names": Names(mlp_norm="pre_feedforward_layernorm"),
+        "norm_offset": 1.0,
+        "embed_scale": "root of the hidden size",
+    },
+}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+# What a config may say: the names read below, what shows in the weights or in the rotary module, and what changes no
+# logit. Anything else has to be what its class has by default.
+_READ = {
+    *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "n_head", "n_layer"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    *("hidden_act", "hidden_activation", "activation_function"),
+    *("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("layer_types", "sliding_window", "use_sliding_window", "rope_parameters", "no_rope_layers"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping"),
+}
+_SHOWS_ELSEWHERE = {
+    *("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "n_positions", "tie_word_embeddings"),
+    *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"),
+    *("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"),
+}
+_CHANGES_NO_LOGIT = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "pretraining_tp"),
+    *("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "ignore_keys_at_rope_validation"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+}
+
+
+def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
+    """Derive the facts from a transformers config, for weights of a dtype.
+
+    Raises:
+        UnsupportedModelError: the family, or something in its config, is not covered; the message names it.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise UnsupportedModelError(f"the decoder does not cover the family {kind!r}: it knows {', '.join(FAMILIES)}")
+    said = _what_it_says(config)
+    facts = dict(FAMILIES[kind])
+    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
+    if act not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
+    windows = _windows(config, num_layers, said)
+    embed_scale = said.get("embedding_multiplier", 1.0)
+    if facts.pop("embed_scale", None):
+        embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()  # Gemma's is rounded
+    attn_scale = head_dim**-0.5
+    if "query_pre_attn_scalar" in said:
+        attn_scale = said["query_pre_attn_scalar"] ** -0.5
+    return DecoderConfig(
+        **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, said, windows, facts.get("ropes"))},
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=said.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        norm_eps=next(value for name, value in said.items() if name.endswith(("norm_eps", "norm_epsilon"))),
+        attn_scale=float(said.get("attention_multiplier", attn_scale)),
+        attn_softcap=said.get("attn_logit_softcapping") or 0.0,
+        windows=windows,
+        act=_ACTIVATIONS[act],
+        embed_scale=float(embed_scale),
+        residual_scale=float(said.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / said.get("logits_scaling", 1.0),
+        logit_softcap=said.get("final_logit_softcapping") or 0.0,
+    )
+
+
+def _what_it_says(config: Any) -> dict[str, Any]:
+    """The options that the config's class knows, and their values. Others are not read by transformers either."""
+    base, default = vars(PreTrainedConfig()), vars(type(config)())
+    said = {name: getattr(config, name) for name in default if name not in base and not name.startswith("base_model_")}
+    for name, value in said.items():
+        if name not in _READ | _SHOWS_ELSEWHERE | _CHANGES_NO_LOGIT and value != default[name]:
+            raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={value!r}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover quantised weights")
+    return said
+
+
+def _windows(config: Any, num_layers: int, said: dict[str, Any]) -> tuple[int, ...]:
+    window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
+    types = said.get("layer_types") or ["sliding_attention"] * num_layers
+    other = set(types) - {"sliding_attention", "full_attention"}
+    if other:
+        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover layers of type {other.pop()!r}")
+    return tuple((window or 0) if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _ropes(
+    config: Any, num_layers: int, said: dict[str, Any], windows: tuple[int, ...], where: str | None
+) -> tuple[str | None, ...]:
+    """Which table turns each layer: that of its type where the config has one for each type, else the only one: ""."""
+    if where == "nowhere":
+        return (None,) * num_layers
+    if where == "where the window slides" and any(windows):
+        return tuple("" if window else None for window in windows)
+    if said.get("no_rope_layers"):
+        return tuple("" if turned else None for turned in said["no_rope_layers"])
+    by_type = any(isinstance(value, dict) for value in config.rope_parameters.values())
+    return tuple(said["layer_types"]) if by_type else ("",) * num_layers

@@ -1,0 +1,192 @@
+"""Norms in Triton, alone and behind the residual sum that precedes them. Knows rows of numbers; knows no model.
+
+Contract:
+- x, residual: [num_rows, num_columns] in one dtype, last dimension contiguous, any stride between rows.
+- weights and biases: [num_columns] float32. Sums are float32; the residual sum is rounded to x's dtype, and it is the
+  rounded sum that is normalised, so what later layers add to is what this layer saw.
+- one program a row, which it reads once: num_columns up to 65,536.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    rows,
+    weight,
+    bias,
+    post_weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    scale,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,  # LayerNorm: subtract the mean, add a bias
+    HAS_ROWS: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_TOTAL: tl.constexpr,
+):
+    """One program: out = norm(total), total = residual + scale * post_norm(x), or those parts of it that are wanted."""
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if HAS_ROWS:
+        source = tl.load(rows + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < NUM_COLUMNS
+    value = tl.load(x + source * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_POST:
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps)
+        value = value * tl.load(post_weight + columns, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        before = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = (before + scale * value).to(x.dtype.element_ty)
+        if KEEP_TOTAL:
+            tl.store(total + row * NUM_COLUMNS + columns, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    if HAS_NORM:
+        if CENTERED:
+            value = tl.where(mask, value - tl.sum(value, 0) / NUM_COLUMNS, 0.0)
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps)
+        value = value * tl.load(weight + columns, mask=mask, other=0.0)
+        if HAS_BIAS:
+            value = value + tl.load(bias + columns, mask=mask, other=0.0)
+        tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: Tensor,  # [num_rows, num_columns]
+    weight: Tensor,  # [num_columns] float32
+    eps: float,
+    *,
+    out: Tensor | None = None,  # x itself for in place
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    _launch(x, eps, weight=weight, out=out)
+    return out
+
+
+def layer_norm(
+    x: Tensor,  # [num_rows, num_columns]
+    weight: Tensor,  # [num_columns] float32
+    bias: Tensor | None,  # [num_columns] float32
+    eps: float,
+) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x, eps, weight=weight, bias=bias, out=out, centered=True)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,  # [num_rows, num_columns]
+    residual: Tensor,  # [num_rows, num_columns]
+    weight: Tensor | None,  # [num_columns] float32; None: no norm behind the sum
+    eps: float,
+    *,
+    scale: float = 1.0,
+    post_weight: Tensor | None = None,  # [num_columns] float32: x is normalised too, before it is added
+    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(total), total) where total = residual + scale * x; without a weight, (total, total).
+
+    With ``rows``, both have num_out rows.
+    """
+    return _add_norm(x, residual, weight, None, eps, scale, post_weight, rows, centered=False)
+
+
+def add_layer_norm(
+    x: Tensor,  # [num_rows, num_columns]
+    residual: Tensor,  # [num_rows, num_columns]
+    weight: Tensor,  # [num_columns] float32
+    bias: Tensor | None,  # [num_columns] float32
+    eps: float,
+    *,
+    scale: float = 1.0,
+    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+) -> tuple[Tensor, Tensor]:
+    """Return (layer_norm(total), total) where total = residual + scale * x. With ``rows``, both have num_out rows."""
+    return _add_norm(x, residual, weight, bias, eps, scale, None, rows, centered=True)
+
+
+def _add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    scale: float,
+    post_weight: Tensor | None,
+    rows: Tensor | None,
+    centered: bool,
+) -> tuple[Tensor, Tensor]:
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
+    total = x.new_empty(num_rows, x.shape[1])
+    out = total if weight is None else torch.empty_like(total)
+    _launch(
+        x, eps, residual=residual, rows=rows, weight=weight, bias=bias, post_weight=post_weight, out=out, total=total,
+        scale=scale, centered=centered,
+    )  # fmt: skip
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    eps: float,
+    *,
+    out: Tensor,
+    residual: Tensor | None = None,
+    rows: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    total: Tensor | None = None,
+    scale: float = 1.0,
+    centered: bool = False,
+) -> None:
+    num_rows, num_columns = out.shape
+    if not num_rows:
+        return
+    block = triton.next_power_of_2(num_columns)
+    _norm_kernel[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        x if rows is None else rows,
+        x if weight is None else weight,
+        x if bias is None else bias,
+        x if post_weight is None else post_weight,
+        out,
+        out if total is None else total,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        out.stride(0),
+        eps,
+        scale,
+        NUM_COLUMNS=num_columns,
+        BLOCK=block,
+        CENTERED=centered,
+        HAS_ROWS=rows is not None,
+        HAS_POST=post_weight is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=weight is not None,
+        HAS_BIAS=bias is not None,
+        KEEP_TOTAL=total is not None,
+        num_warps=min(16, max(1, block // 256)),  # 16 bytes a thread and load in 16 bits, as far as 4,096 columns
+        **FMA,
+    )
