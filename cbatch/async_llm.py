@@ -28,7 +28,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
-        self._close = weakref.finalize(self, Engine.close, self.engine)
+        weakref.finalize(self, Engine.close_soon, self.engine)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
@@ -94,7 +94,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends the engine: running streams raise ``EngineClosedError``, and its memory is given back. Waits."""
-        self._close()
+        self.engine.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -50,10 +50,10 @@ class IOBuffer:
         max_num_seqs = limit.num_rows
         words = layout(shape, limit)[1]
         pin = device.type == "cuda"
-        self.host_slab = torch.zeros(words, dtype=torch.int32, pin_memory=pin)
+        self.host_slab = torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=pin)
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
         self.device_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.host_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=pin)
+        self.host_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=pin)
         self._slab = self.host_slab.numpy()
         self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
         self._views: dict[Bucket, tuple[HostBatch, DeviceBatch]] = {}

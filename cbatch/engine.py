@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbatch import debug, heap
+from cbatch import debug, interpreter
 from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig, parse_dtype
 from cbatch.debug import LoopChecks
@@ -39,6 +40,7 @@ from cbatch.errors import (
     DuplicateRequestError,
     EngineClosedError,
     EngineDeadError,
+    InvalidRequestError,
     UnsupportedModelError,
 )
 from cbatch.graphs import Buckets, CaptureError, GraphSet
@@ -56,7 +58,7 @@ from cbatch.scheduler.plan import Bucket, Landed, StepPlan, StepShape
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
-from cbatch.streams import CpuLane, CudaLane, Lane
+from cbatch.streams import THREAD_PREFIX, CpuLane, CudaLane, Lane
 from cbatch.timeline import StepTimes, Timeline
 
 _log = logging.getLogger(__name__)
@@ -90,12 +92,13 @@ class Engine:
         self.startup_s: dict[str, float] = {}  # what building took, part by part, in seconds
         begin = time.perf_counter()
         self.model, self.tokenizer = model, tokenizer
+        self._generation_config = model.generation_config
         self._eos_token_ids = model.eos_token_ids
         groups = group_layers(model.kv_specs)
         try:
             backend = make_backend(config.attention, model.device)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"attention={config.attention!r}: {error}") from error
+            raise ConfigError(str(error)) from error
         head_dim = max(max(group.spec.k_head_dim, group.spec.v_head_dim) for group in groups)
         if head_dim > backend.max_head_dim:
             raise UnsupportedModelError(
@@ -161,7 +164,8 @@ class Engine:
         self._num_output_tokens = 0
 
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
-        self._lock = threading.Lock()
+        # Reentrant, since the garbage collector may close an engine inside any statement of ours.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
         self._inbox: list[tuple[str, Sequence]] = []
         self._live: dict[str, RequestHandle] = {}
@@ -172,12 +176,12 @@ class Engine:
 
         self._in_flight: deque[Step] = deque()
         self._outbox: queue.SimpleQueue[tuple[Landed, float] | None] = queue.SimpleQueue()
-        self._delivery = threading.Thread(target=self._hand_out, name="cbatch-delivery", daemon=True)
-        self._thread = threading.Thread(target=self._main, name="cbatch-engine", daemon=True)
+        self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if cuda:  # on the CPU a step is longer than any collection
             begin = time.perf_counter()
-            heap.hold()
-            self.startup_s["heap"] = time.perf_counter() - begin
+            interpreter.hold()
+            self.startup_s["interpreter"] = time.perf_counter() - begin
         self._delivery.start()
         self._thread.start()
         _open_engines.add(self)
@@ -226,6 +230,8 @@ class Engine:
 
                 loaded = Decoder.from_transformers(loaded, take_weights=False)
         else:
+            if isinstance(model, type) or not hasattr(model, "kv_specs"):
+                raise ConfigError(f"model is {model!r}, but must be a name, a folder, an nn.Module or a cbatch Model")
             loaded = model
             _refuse_other(config, model)
         if config.load_format != "auto" and not isinstance(model, (str, PathLike)):
@@ -355,7 +361,8 @@ class Engine:
         except RuntimeError as error:  # a device that failed says so here again
             self._error = self._error or error
         if self._lane.kind == "gpu":
-            heap.release()
+            interpreter.release()
+        self._free()
 
     # ---- requests
 
@@ -401,11 +408,14 @@ class Engine:
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
         """What a request without ``SamplingParams`` gets: the model's ``generation_config``."""
-        generation_config = self.model.generation_config
-        return SamplingParams.from_generation_config(generation_config) if generation_config else SamplingParams()
+        if self._generation_config is None:
+            return SamplingParams()
+        return SamplingParams.from_generation_config(self._generation_config)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; False if none of this id is running."""
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
         with self._lock:
             handle = self._live.get(request_id)
         if handle is not None:
@@ -494,16 +504,19 @@ class Engine:
 
         Waits for the steps in flight, not for the requests. May be called twice, and from any thread.
         """
+        self.close_soon()
+        if not threading.current_thread().name.startswith(THREAD_PREFIX):  # which would wait for itself
+            self._thread.join()
+
+    def close_soon(self) -> None:
+        """``close`` without waiting: for finalizers, which run in whatever thread collects, under whatever locks."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if threading.current_thread() not in (self._thread, self._delivery):
-            self._thread.join()
-            self._free()
-        _open_engines.discard(self)
 
     def _free(self) -> None:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
+        _open_engines.discard(self)
         for name in ("model", "_runner", "_buffers", "_graphs", "_compute"):
             self.__dict__.pop(name, None)
         self._in_flight.clear()
@@ -534,6 +547,18 @@ def _handle(sequence: Sequence) -> RequestHandle:
     """Whose sequence it is; the scheduler keeps it as an opaque payload."""
     handle: RequestHandle = sequence.payload  # type: ignore[assignment]
     return handle
+
+
+def _forget_engines() -> None:
+    """In a forked child no thread of ours runs, and a lock may be held for ever: the engines there are closed."""
+    for engine in list(_open_engines):
+        engine._lock = threading.RLock()
+        engine._changed = threading.Condition(engine._lock)
+        engine._closing = True
+    _open_engines.clear()
+
+
+os.register_at_fork(after_in_child=_forget_engines)
 
 
 @atexit.register

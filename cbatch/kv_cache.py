@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.errors import ConfigError
 from cbatch.kernels.attention import AttentionBackend
 from cbatch.scheduler.kv_spec import KVGroup
 
@@ -31,11 +32,17 @@ class KVCache:
         backend: AttentionBackend,
     ) -> None:
         elements = page_bytes(groups, block_size, dtype) // dtype.itemsize
-        if device.type == "cpu":
-            raw = np.zeros(num_blocks * elements * dtype.itemsize, np.uint8)  # the system gives zero pages on first use
-            self.pool = torch.from_numpy(raw).view(dtype).view(num_blocks, elements)
-        else:
-            self.pool = torch.zeros(num_blocks, elements, dtype=dtype, device=device)
+        num_bytes = num_blocks * elements * dtype.itemsize
+        try:
+            if device.type == "cpu":
+                raw = np.zeros(num_bytes, np.uint8)  # the system gives zero pages on first use
+                self.pool = torch.from_numpy(raw).view(dtype).view(num_blocks, elements)
+            else:
+                self.pool = torch.zeros(num_blocks, elements, dtype=dtype, device=device)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"num_blocks is {num_blocks}, but a KV pool of {num_bytes / 2**30:.1f} GiB does not fit: {error}"
+            ) from error
         self.num_blocks = num_blocks
         self._backend = backend
         self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}

@@ -38,7 +38,7 @@ class LLM:
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
-        self._close = weakref.finalize(self, Engine.close, self.engine)  # at `del`, and at exit at the latest
+        weakref.finalize(self, Engine.close_soon, self.engine)  # at `del`, and at exit at the latest
 
     def generate(
         self,
@@ -105,7 +105,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the engine: running requests hear of it, and its memory is given back. Waits; may be called again."""
-        self._close()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self

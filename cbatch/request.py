@@ -56,12 +56,12 @@ class RequestHandle:
         self._num_read = 0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
-        self._error: BaseException | None = None
+        self._error: CBatchError | None = None
         self._end_read = False
-        lock = threading.Lock()
+        lock = threading.RLock()  # the garbage collector may end a request inside any of our own statements
         self._changed = threading.Condition(lock)  # new tokens, or the end
         self._ended = threading.Condition(lock)  # the end alone: ``result`` need not wake for every token
-        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._async_waiters: list[Waiter] = []
 
     # ---- the consumer's side
 
@@ -83,7 +83,7 @@ class RequestHandle:
             EOFError: the chunk with the end was already taken.
         """
         with self._changed:
-            if not self._changed.wait_for(self._ready, timeout):
+            if not self._changed.wait_for(self._ready, _waitable(timeout)):
                 raise TimeoutError(f"request {self.request_id}: no token within {timeout} s")
             return self._take()
 
@@ -95,15 +95,22 @@ class RequestHandle:
                     return self._take()
                 loop = asyncio.get_running_loop()
                 waiter: asyncio.Future[None] = loop.create_future()
-                self._async_waiters.append((loop, waiter))
-            await waiter
+                entry = (loop, waiter, self)
+                self._async_waiters.append(entry)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                with self._changed:
+                    if entry in self._async_waiters:
+                        self._async_waiters.remove(entry)
+                raise
 
     def __iter__(self) -> Iterator[int]:
-        while not self._end_read:
+        while not self._end_read or self._error is not None:
             yield from self.next_chunk().token_ids
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        while not self._end_read:
+        while not self._end_read or self._error is not None:
             for token in (await self.anext_chunk()).token_ids:
                 yield token
 
@@ -115,17 +122,17 @@ class RequestHandle:
             EngineDeadError, EngineClosedError: the engine ended before the request did.
         """
         with self._ended:
-            if not self._ended.wait_for(lambda: self.finished, timeout):
+            if not self._ended.wait_for(lambda: self.finished, _waitable(timeout)):
                 raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)
             token_ids = list(self._token_ids)
         text = ""
         if self._tokenizer is not None and self.params.detokenize:
             detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
             text = detokenizer.push(token_ids, self._finish_reason)
         output = CompletionOutput(0, text, token_ids, self._finish_reason, self._stop_reason)
-        return RequestOutput(self.request_id, None, self.prompt_token_ids, [output], True, self.metrics)
+        return RequestOutput(self.request_id, None, list(self.prompt_token_ids), [output], True, self.metrics)
 
     def abort(self) -> None:
         """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
@@ -139,7 +146,7 @@ class RequestHandle:
         self._num_read = len(self._token_ids)
         if self._error is not None and not tokens:
             self._end_read = True
-            raise self._error
+            raise self._error.with_traceback(None)
         if self._end_read:
             raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
         self._end_read = self._finish_reason is not None
@@ -200,23 +207,31 @@ class Wakers:
     """Futures to be resolved, gathered over a step, so that each event loop is woken once."""
 
     def __init__(self) -> None:
-        self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[asyncio.AbstractEventLoop, list[Waiter]] = {}
 
-    def add(self, waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-        for loop, waiter in waiters:
-            self._waiters.setdefault(loop, []).append(waiter)
+    def add(self, waiters: list[Waiter]) -> None:
+        for waiter in waiters:
+            self._waiters.setdefault(waiter[0], []).append(waiter)
 
     def wake(self) -> None:
         for loop, waiters in self._waiters.items():
-            if not loop.is_closed():
-                try:
-                    loop.call_soon_threadsafe(_resolve, waiters)
-                except RuntimeError:  # closed in this very moment: nobody is left to wake
-                    continue
+            try:
+                loop.call_soon_threadsafe(_resolve, waiters)
+            except RuntimeError:  # the loop is closed: nobody will ever read on, so the requests need not either
+                for _, _, handle in waiters:
+                    handle.abort()
         self._waiters.clear()
 
 
-def _resolve(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]", RequestHandle]
+
+
+def _resolve(waiters: list[Waiter]) -> None:
+    for _, future, _ in waiters:
+        if not future.done():
+            future.set_result(None)
+
+
+def _waitable(timeout: float | None) -> float | None:
+    """A timeout as the operating system takes it: infinity is none."""
+    return None if timeout is None or timeout >= threading.TIMEOUT_MAX else timeout

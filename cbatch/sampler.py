@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cbatch.sampling_params import SamplingParams
 
+MAX_TEMPERATURE = 1e6  # uniform already over any logits; far above, its product with the noise would overflow
 NUM_PARAMS = 5  # int32 words of a slot: temperature and top_p as float bits, top_k, two halves of the seed
 RANDOM, FILTERED = 1, 2  # flags of a request, OR-ed over a step: a step runs only what some row needs
 
@@ -22,7 +23,7 @@ def encode(params: SamplingParams, seed: int) -> tuple[NDArray[np.int32], int]:
     words = np.zeros(NUM_PARAMS, np.int32)
     if params.greedy:
         return words, 0
-    words[:2].view(np.float32)[:] = (params.temperature, params.top_p)
+    words[:2].view(np.float32)[:] = (min(params.temperature, MAX_TEMPERATURE), params.top_p)
     words[2] = min(params.top_k, 2**31 - 1)
     words[3:] = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
     return words, RANDOM | (FILTERED if params.top_k or params.top_p < 1 else 0)
@@ -62,7 +63,9 @@ def _keep_top(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
     scaled = scaled.masked_fill_(rank >= k[:, None], -torch.inf)
     probabilities = scaled.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1).sub_(probabilities)
-    kept = ((before < top_p[:, None]) & (rank < k[:, None])).sum(dim=-1, keepdim=True)
+    # A row that asks for all keeps all: rounding in the sum must not cut what its neighbours' filters look at.
+    in_p = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    kept = (in_p & (rank < k[:, None])).sum(dim=-1, keepdim=True)
     threshold = ranked.gather(1, kept.clamp(min=1) - 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
@@ -79,7 +82,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     token = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
     bits = _mix((token * -1640531527)[None, :] + first[:, None])
     bits = _mix(bits ^ second[:, None])
-    uniform = ((bits >> 8) & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
+    # 23 bits and a half: the largest is 1 - 2**-24. With 24 it would round to 1, whose noise is infinite.
+    uniform = ((bits >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -21,6 +21,9 @@ from cbatch.buffers import IOBuffer
 from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
 
 
+THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
+
+
 class Lane(Protocol):
     kind: str  # "gpu" or "cpu_lane": whose activity it is
 
@@ -69,7 +72,7 @@ class CpuLane:
             io.lane_state.landed.set()
         self._jobs: queue.SimpleQueue[tuple[IOBuffer, int, int, Callable[[], None], Any] | None] = queue.SimpleQueue()
         self._last_end: float | None = None
-        self._thread = threading.Thread(target=self._work, name="cbatch-compute", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{THREAD_PREFIX}compute", daemon=True)
         self._thread.start()
 
     def launch(

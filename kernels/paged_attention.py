@@ -635,8 +635,11 @@ class TritonAttention:
 
         What it outgrew stays alive: a captured CUDA graph may hold its address.
         """
-        if not self._scratch or self._scratch[-1].numel() < num_lines * (v_dim + 1):
-            self._scratch.append(torch.empty(num_lines * (v_dim + 1), dtype=torch.float32, device=self._device))
+        size = num_lines * (v_dim + 1)
+        if not self._scratch or self._scratch[-1].numel() < size:
+            if self._scratch:  # at least doubled, so that all that is kept is no more than what is used
+                size = max(size, 2 * self._scratch[-1].numel())
+            self._scratch.append(torch.empty(size, dtype=torch.float32, device=self._device))
         return self._scratch[-1][: num_lines * v_dim], self._scratch[-1][num_lines * v_dim :]
 
 

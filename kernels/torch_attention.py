@@ -145,7 +145,7 @@ class TorchAttention:
         """A float32 [rows, columns] scratch that is kept between calls. Allocates only when it has to grow."""
         flat = self._scratch.get(name)
         if flat is None or flat.numel() < rows * columns:
-            flat = self._scratch[name] = torch.empty(rows * columns * 5 // 4)
+            flat = self._scratch[name] = torch.empty(rows * columns * 5 // 4, dtype=torch.float32, device="cpu")
         return flat[: rows * columns].view(rows, columns)
 
 

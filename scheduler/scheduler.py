@@ -94,6 +94,7 @@ class Scheduler:
             return
         if sequence.status is Status.WAITING:
             self.num_waiting -= 1
+            sequence.token_ids = sequence.token_ids[:0].copy()  # it may stay in the queue for long
         elif sequence.slot >= 0:
             self._release_slot(sequence)
         else:
@@ -185,9 +186,18 @@ class Scheduler:
                 chunks.append((sequence, num_tokens))
                 budget -= num_tokens
         # A slot freed by preemption is not given away in the same step: its block table would change twice.
-        while budget > 0 and self._free_slots and self.num_preemptions == num_preemptions:
-            candidate = self._head_of_queue()
-            if candidate is None or not self._has_room_for(candidate):
+        if budget > 0 and self.num_waiting and self._free_slots and self.num_preemptions == num_preemptions:
+            self._admit(budget, chunks, admitted)
+        if self.num_preemptions != num_preemptions:
+            chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]
+        return chunks
+
+    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], admitted: list[Sequence]) -> None:
+        """Give slots to waiting sequences, each if all its known tokens fit beside what running prefills still take."""
+        reserved = sum(self._outstanding(sequence) for sequence in self._prefilling)
+        while budget > 0 and self._free_slots and (candidate := self._head_of_queue()) is not None:
+            spare = self._watermark if self.num_running else 0
+            if reserved + self.blocks_for(len(candidate.token_ids)) + spare > self.blocks.num_free:
                 break
             self._waiting.popleft()
             self.num_waiting -= 1
@@ -196,9 +206,12 @@ class Scheduler:
             num_tokens = self._grow_prefill(candidate, budget)
             chunks.append((candidate, num_tokens))
             budget -= num_tokens
-        if self.num_preemptions != num_preemptions:
-            chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]
-        return chunks
+            reserved += self._outstanding(candidate)
+
+    def _outstanding(self, sequence: Sequence) -> int:
+        """Blocks that the rest of a running prefill will take."""
+        t, slot = self.tables, sequence.slot
+        return self.blocks_for(int(t.num_tokens[slot])) - int(t.num_blocks[slot]) * self.num_groups
 
     def _grow_decodes(self) -> int:
         """One more block for each decoding sequence whose blocks are full; preempts until they suffice."""
@@ -244,16 +257,6 @@ class Scheduler:
         while self._waiting and self._waiting[0].status is not Status.WAITING:
             self._waiting.popleft()  # aborted while it waited
         return self._waiting[0] if self._waiting else None
-
-    def _has_room_for(self, sequence: Sequence) -> bool:
-        """Whether all known tokens of a sequence fit beside what the running prefills will still take."""
-        t = self.tables
-        need = self.blocks_for(len(sequence.token_ids))
-        if self.num_running:
-            need += self._watermark
-        for other in self._prefilling:
-            need += self.blocks_for(int(t.num_tokens[other.slot])) - int(t.num_blocks[other.slot]) * self.num_groups
-        return need <= self.blocks.num_free
 
     def _write(
         self,
@@ -309,10 +312,10 @@ class Scheduler:
                     host.out_slots[sample] = slot
                     t.num_tokens[slot] = end + 1
                     t.decoding[slot] = True
-                    self._prefilling.remove(sequence)
                     sampled.append(slot)
                     sample += 1
                 token, row = stop, row + 1
+            self._prefilling = [sequence for sequence in self._prefilling if not t.decoding[sequence.slot]]
             slots = np.concatenate((slots, np.array(sampled, np.intp)))
         num_samples = int(slots.size)
 
@@ -394,6 +397,10 @@ class Scheduler:
         t.tokens[slots, columns] = live_tokens
         t.num_landed[slots] = columns + 1
         stopped = (t.stop_ids[slots] == live_tokens[:, None]).any(axis=1)
+        more = t.has_more_stops[slots]
+        if more.any():
+            for i in np.flatnonzero(more).tolist():
+                stopped[i] = int(live_tokens[i]) in t.sequences[slots[i]].stop_token_ids
         if stopped.any():
             if finished is _NO_FINISHES:
                 finished = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import numpy as np
@@ -47,7 +48,7 @@ class Sequence:
         prompt_token_ids: NDArray[np.int32],
         max_len: int,
         *,
-        stop_token_ids: tuple[int, ...] = (),
+        stop_token_ids: Iterable[int] = (),
         sampling_bits: NDArray[np.int32] | None = None,
         flags: int = 0,
         payload: object = None,
@@ -55,7 +56,7 @@ class Sequence:
         self.token_ids = prompt_token_ids  # while waiting: all that is known; while running the slot's row is newer
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = max_len
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids = frozenset(stop_token_ids)
         self.sampling_bits = sampling_bits
         self.flags = flags
         self.payload = payload

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+MAX_STOP_COLUMNS = 8  # compared with every token of every row; a request with more is looked up by itself
+
 
 class SlotTables:
     """Columns over ``max_num_seqs + 1`` slots; the last slot is the dummy of padded rows and never runs.
@@ -25,16 +27,14 @@ class SlotTables:
         self.max_len = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)  # blocks held in each group
         self.flags = np.zeros(rows, np.uint8)
-        self.stop_ids = np.full((rows, 4), -1, np.int32)  # widened when a request brings more
+        self.stop_ids = np.full((rows, MAX_STOP_COLUMNS), -1, np.int32)
+        self.has_more_stops = np.zeros(rows, np.bool_)  # too many for the columns: looked up one by one
         self.sequences = np.full(rows, None, np.object_)
         self.tokens = np.empty((rows, max_model_len), np.int32)
         self.block_tables = np.zeros((num_groups, rows, self.max_blocks_per_seq), np.int32)
 
-    def set_stop_ids(self, slot: int, stop_token_ids: tuple[int, ...]) -> None:
-        width = self.stop_ids.shape[1]
-        if len(stop_token_ids) > width:  # allocates, at most once for each doubling
-            wider = np.full((len(self.stop_ids), max(2 * width, len(stop_token_ids))), -1, np.int32)
-            wider[:, :width] = self.stop_ids
-            self.stop_ids = wider
+    def set_stop_ids(self, slot: int, stop_token_ids: frozenset[int]) -> None:
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_token_ids)] = stop_token_ids
+        self.has_more_stops[slot] = len(stop_token_ids) > MAX_STOP_COLUMNS
+        if not self.has_more_stops[slot]:
+            self.stop_ids[slot, : len(stop_token_ids)] = list(stop_token_ids)

@@ -111,6 +111,32 @@ def test_top_k_over_the_vocabulary_keeps_all_and_minus_infinity_is_never_drawn()
     assert set(draw(logits, SamplingParams(temperature=1.0, top_p=1e-9), positions=50).tolist()) == {30}
 
 
+def test_noise_is_finite_and_no_filter_is_ever_left() -> None:
+    """With 24 random bits and a half the largest uniform rounded to 1, once in 340 draws of a 49,152-token vocabulary:
+    infinite noise, which beat every logit and, as nan, every filter."""
+    seed = torch.tensor([[712723, 90]], dtype=torch.int32)
+    assert torch.isfinite(gumbel(seed, torch.tensor([10], dtype=torch.int32), 49_152)).all()
+    logits = torch.randn(1, 49_152, generator=torch.Generator().manual_seed(3))
+    best = set(logits[0].topk(2).indices.tolist())
+    for seed_ in range(4):
+        assert set(draw(logits, SamplingParams(temperature=0.7, top_k=2), seed_, positions=300).tolist()) <= best
+
+
+def test_huge_temperature_is_uniform() -> None:
+    """1e38 times the noise overflowed, and drew one token most of the time."""
+    counts = np.bincount(draw(torch.randn(1, 10), SamplingParams(temperature=1e300), positions=5000), minlength=10)
+    assert chi_square_p(counts, np.full(10, 0.1)) > 1e-3
+
+
+def test_unfiltered_row_is_not_cut_beside_a_filtered_one() -> None:
+    """The running sum of probabilities rounds to 1 early: rows that keep all must not be cut there."""
+    logits = torch.linspace(0, -30, 49_152)[None]
+    words, flags = encode(SamplingParams(temperature=1.0), 5)
+    rows, positions = torch.from_numpy(np.tile(words, (300, 1))), torch.arange(300, dtype=torch.int32)
+    alone = sample(logits.expand(300, -1), rows, positions, flags)
+    assert torch.equal(sample(logits.expand(300, -1), rows, positions, RANDOM | FILTERED), alone)
+
+
 def test_negative_and_large_seeds_are_distinct() -> None:
     logits = torch.zeros(1, 1000)
     draws = {seed: tuple(draw(logits, SamplingParams(), seed, 8)) for seed in (0, 1, -1, 2**32, 2**63 - 1, -(2**63))}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from cbatch.errors import (
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
+from tests.models.families import make_tiny
 
 Start = Callable[..., Engine]
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
@@ -463,3 +466,139 @@ def test_bad_options_are_refused_with_their_value(options: dict[str, object], me
 def test_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown option max_num_seq; known are attention"):
         Engine.from_model(CountingModel(), max_num_seq=3)
+
+
+def test_close_from_a_finalizer_in_any_thread_never_waits(counting_engine: Start) -> None:
+    """A finalizer runs in whatever thread collects: the one that computes a step, or one inside ``submit``.
+
+    Joining there waited for itself for ever.
+    """
+
+    class Owner:
+        def __init__(self, engine: Engine) -> None:
+            self.cycle = self
+            weakref.finalize(self, engine.close_soon)
+
+    class Collecting(CountingModel):
+        def forward(self, *args: object) -> torch.Tensor:  # type: ignore[override]
+            gc.collect()
+            return super().forward(*args)  # type: ignore[arg-type]
+
+    engine = counting_engine(Collecting())
+    owner = Owner(engine)
+    handle = engine.submit([1], greedy(100))
+    handle.next_chunk(10)
+    del owner
+    with pytest.raises(EngineClosedError):
+        handle.result(10)
+
+    engine = counting_engine()
+    owner = Owner(engine)
+    with engine._lock:  # as inside submit
+        del owner
+        gc.collect()
+    engine._thread.join(10)
+    assert not engine._thread.is_alive()
+
+
+def test_close_from_inside_a_step_does_not_wait_for_itself(counting_engine: Start) -> None:
+    model = CountingModel()
+    engine = counting_engine(model)
+    forward = model.forward
+
+    def closing(*args: object) -> torch.Tensor:
+        engine.close()
+        return forward(*args)  # type: ignore[arg-type]
+
+    model.forward = closing  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineClosedError):
+        engine.submit([1], greedy(100)).result(10)
+
+
+def test_forked_child_says_that_the_engine_is_closed(counting_engine: Start, device: str) -> None:
+    """No thread of ours runs in a forked child: a request there would wait for ever, and so would its exit."""
+    if device == "cuda":
+        pytest.skip("CUDA does not survive a fork")
+    engine = counting_engine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            engine.submit([1], greedy())
+        except EngineClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert tokens(engine.submit([1], greedy(2))) == [2, 3]
+
+
+def test_stream_in_a_closed_event_loop_is_aborted(counting_engine: Start) -> None:
+    """Nobody can read on there, so nothing need be computed."""
+    engine = counting_engine()
+    handle = engine.submit([1], greedy(100))
+
+    async def read() -> None:
+        async for _ in handle:
+            pass
+
+    loop = asyncio.new_event_loop()
+    engine.model.gate.clear()
+    task = loop.create_task(read())
+    loop.run_until_complete(asyncio.sleep(0.05))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop.close()
+    engine.model.gate.set()
+    assert handle.result(10).outputs[0].finish_reason == "abort"
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_timed_out_waits_leave_nothing_behind(counting_engine: Start) -> None:
+    engine = counting_engine()
+    engine.model.gate.clear()
+    handle = engine.submit([1], greedy(3))
+
+    async def impatient() -> None:
+        for _ in range(20):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(handle.anext_chunk(), 0.001)
+
+    asyncio.run(impatient())
+    assert len(handle._async_waiters) <= 1
+    engine.model.gate.set()
+    assert handle.result(float("inf")).outputs[0].token_ids == [2, 3, 4]
+
+
+def test_reading_on_after_an_error_raises_again(counting_engine: Start) -> None:
+    model = CountingModel()
+    model.fail_at = 3
+    handle = counting_engine(model).submit([1], greedy(50))
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="injected failure"):
+            list(handle)
+
+
+def test_defaults_of_the_callers_torch_do_not_leak_in(counting_engine: Start, device: str) -> None:
+    """A caller may have set a default dtype or device; every allocation of ours says what it is."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            engine = counting_engine()
+        assert tokens(engine.submit([1], greedy(2))) == [2, 3]
+        with Engine.from_model(make_tiny("llama", device), max_num_seqs=2, num_blocks=9, enforce_eager=True) as engine:
+            assert len(tokens(engine.submit([1], greedy(5)))) == 5
+    finally:
+        torch.set_default_dtype(default)
+
+
+@pytest.mark.parametrize("model", [None, 5, [1], b"abc", CountingModel])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(ConfigError, match="model is"):
+        Engine.from_model(model)  # type: ignore[arg-type]
+
+
+def test_pool_that_does_not_fit_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        Engine(CountingModel(), EngineConfig(max_num_seqs=1, num_blocks=2**30, block_size=4096))

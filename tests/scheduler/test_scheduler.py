@@ -69,6 +69,16 @@ def test_stop_token_seen_late_wastes_at_most_depth_minus_one_rows(depth: int) ->
     assert driver.num_wasted == depth - 1
 
 
+def test_request_with_a_thousand_stop_tokens_stops_and_burdens_nobody() -> None:
+    """The table of stop tokens was once as wide as the longest list, for every row of every step to come."""
+    scheduler = make()
+    driver = Driver(scheduler)
+    width = scheduler.tables.stop_ids.shape
+    stop = (*range(1000, 2000), solo([3, 1], 30)[6])
+    run_all(driver, [([3, 1], 30, stop), ([5, 5], 20, ())])
+    assert scheduler.tables.stop_ids.shape == width
+
+
 def test_stop_token_in_the_step_that_also_ends_by_length_is_a_stop() -> None:
     """The sequence left its slot when the last step was planned; the token before the last one turns out to stop it."""
     tokens = solo([9, 9], 12)
