@@ -6,6 +6,7 @@ A buffer belongs to one step from its launch until its landing; only then is it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,23 +57,43 @@ class IOBuffer:
         self.host_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=pin)
         self._slab = self.host_slab.numpy()
         self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
-        self._views: dict[Bucket, tuple[HostBatch, DeviceBatch]] = {}
+        self._views: dict[Bucket, _Views] = {}
+        self._step: _Views  # of the step that has the buffer now
         self.lane_state: Any = None  # the lane's events for this buffer
 
-    def _views_for(self, bucket: Bucket) -> tuple[HostBatch, DeviceBatch]:
-        if bucket not in self._views:  # allocates views, once for each bucket
-            self._views[bucket] = (
-                HostBatch(self._slab, self._shape, bucket),
-                DeviceBatch(self.device_slab, self._shape, bucket),
-            )
-        return self._views[bucket]
-
     def host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
-        """The views for a step of this size, in the smallest bucket that holds it."""
-        return self._views_for(self._choose(num_tokens, num_rows))[0]
+        """The views to write a step of this size into, in the smallest bucket that holds it."""
+        bucket = self._choose(num_tokens, num_rows)
+        if bucket not in self._views:  # allocates views, once for each bucket
+            host = HostBatch(self._slab, self._shape, bucket)
+            words = slice(0, host.num_words)
+            device = DeviceBatch(self.device_slab, self._shape, bucket)
+            self._views[bucket] = _Views(host, device, self.host_slab[words], self.device_slab[words])
+        self._step = self._views[bucket]
+        return self._step.host
 
-    def device_batch(self, host: HostBatch) -> DeviceBatch:
-        return self._views_for(host.bucket)[1]
+    # What this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock, and beside
+    # 64 threads that want it, getting it back is what a launch takes longest for.
+
+    @property
+    def batch(self) -> DeviceBatch:
+        return self._step.device
+
+    @property
+    def host_words(self) -> Tensor:
+        return self._step.host_words
+
+    @property
+    def device_words(self) -> Tensor:
+        return self._step.device_words
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    host: HostBatch
+    device: DeviceBatch
+    host_words: Tensor
+    device_words: Tensor
 
 
 def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,6 +35,48 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return parsed
 
 
+def parse_device(device: str | torch.device) -> torch.device:
+    """The torch device of a name; whether there is such a device, ``find_device`` knows.
+
+    Raises:
+        ConfigError: no name of a device, or one of a kind that cbatch does not run on.
+    """
+    if isinstance(device, (str, torch.device)):
+        with suppress(RuntimeError):
+            parsed = torch.device(device)
+            if str(parsed) == "cpu" or parsed.type == "cuda":
+                return parsed
+    raise ConfigError(f"device is {str(device)!r}, but must be cpu, cuda, or cuda:N for one of several GPUs")
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Where to load a model: the device asked for; None: the GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    num_gpus = torch.cuda.device_count()
+    if device is None:
+        return torch.device("cuda" if num_gpus else "cpu")
+    parsed = parse_device(device)
+    if parsed.type == "cuda" and (parsed.index or 0) >= num_gpus:
+        there = f"torch finds {num_gpus} of them, counted from 0" if num_gpus else "torch finds no CUDA device here"
+        raise ConfigError(f"device is {str(device)!r}, but {there}")
+    return parsed
+
+
+# Least and most of each count. The most is beyond any use; it is there so that a slip of the finger is an error of one
+# line, and not an allocation that ends the process.
+_RANGES = {
+    "max_model_len": (2, 2**31 - 1),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 2**16),
+    "num_blocks": (2, 2**31 - 1),
+    "depth": (1, 64),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of an engine, with vLLM's names where it has them.
@@ -55,7 +98,8 @@ class EngineConfig:
         enforce_eager: launch each kernel from Python instead of replaying CUDA graphs. Steps run eagerly in any case on
             the CPU, with ``attention="torch"``, and for a model whose forward waits for values from the device.
         seed: seeds the requests that bring no seed of their own.
-        device, dtype, load_format, trust_remote_code: how a model given by name is loaded.
+        device, dtype, load_format, trust_remote_code: how a model given by name is loaded. ``device`` is ``"cpu"``,
+            ``"cuda"`` or ``"cuda:N"``; None: the GPU if there is one.
 
     Raises:
         ConfigError: an option out of its range, or two that contradict each other.
@@ -82,19 +126,19 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
-        for name, least in (
-            ("max_model_len", 2),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("block_size", 1),
-            ("num_blocks", 2),
-            ("depth", 1),
-        ):
+        if self.device is not None:
+            object.__setattr__(self, "device", str(parse_device(self.device)))  # a torch.device becomes its name
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "block_size"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(f"{name} is {value!r}, but must be an integer from {least} to {most}")
+        if self.num_blocks is not None and self.num_blocks * self.block_size >= 2**31:
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks}, but a pool of so many blocks of {self.block_size} tokens does not fit "
+                "into 32-bit slot numbers"
+            )
         for name in ("enforce_eager", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False")

@@ -293,7 +293,7 @@ class Engine:
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, plan.host.num_words, plan.sizes.num_samples, partial(self._compute, io, plan), marks)
+        self._lane.launch(io, partial(self._compute, io, plan), marks)
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
     def land(self, step: Step) -> Landed:

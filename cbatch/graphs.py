@@ -62,6 +62,7 @@ class Buckets:
 class _Step:
     """The graph of a bucket. It samples greedily; ``redraw`` has the graphs that sample again from its logits."""
 
+    words: torch.Tensor  # its part of the static slab
     graph: torch.cuda.CUDAGraph
     redraw: dict[int, torch.cuda.CUDAGraph]
 
@@ -115,13 +116,12 @@ class GraphSet:
 
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
         """Two small copies around one replay, and one replay more if some row is not greedy."""
-        words, num_samples = plan.host.num_words, plan.sizes.num_samples
         step = self._steps[plan.host.bucket]
-        self._slab[:words].copy_(io.device_slab[:words])
+        step.words.copy_(io.device_words)
         step.graph.replay()
         if plan.flags:
             step.redraw[plan.flags].replay()
-        io.device_sampled[:num_samples].copy_(self._sampled[:num_samples])
+        io.device_sampled.copy_(self._sampled)
 
     def _capture(self, bucket: Bucket) -> _Step:
         batch = DeviceBatch(self._slab, self._shape, bucket)
@@ -153,7 +153,7 @@ class GraphSet:
                 self._runner.sample(batch, bucket.num_rows, logits, self._sampled, flags)
 
             redraw[flags] = self._record(draw, self._redraw_pool)
-        return _Step(graph, redraw)
+        return _Step(self._slab[: layout(self._shape, bucket)[1]], graph, redraw)
 
     def _record(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -31,19 +29,31 @@ class Limits:
         who, vocab_size = _name(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
+        if isinstance(prompt_token_ids, (Set, Mapping)):
+            kind = type(prompt_token_ids).__name__
+            raise InvalidRequestError(f"{who}: the prompt is a {kind}, but must be a flat list of token ids")
         try:
             if isinstance(prompt_token_ids, torch.Tensor):
                 prompt_token_ids = prompt_token_ids.tolist()
-            prompt = np.array(prompt_token_ids if hasattr(prompt_token_ids, "__len__") else list(prompt_token_ids))
+            elif not hasattr(prompt_token_ids, "__len__"):
+                prompt_token_ids = list(prompt_token_ids)
+            prompt = np.array(prompt_token_ids)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
         if prompt.ndim != 1:
             raise InvalidRequestError(f"{who}: the prompt has {prompt.ndim} dimensions, but must be a flat list")
         if prompt.size == 0:
             raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
-        if prompt.dtype.kind not in "iu":
-            raise InvalidRequestError(f"{who}: token ids must be integers, not {_first_odd(prompt_token_ids)!r}")
-        low, high = int(prompt.min()), int(prompt.max())
+        if prompt.dtype.kind in "iu":
+            low, high = int(prompt.min()), int(prompt.max())
+            # numpy makes 0 and 1 of bools among integers; a list without 0 and 1 has none, and need not be looked at.
+            odd = low <= 1 and prompt_token_ids is not prompt and not _BOOLS.isdisjoint(map(type, prompt_token_ids))
+        else:  # something else is among them, or integers that no array holds
+            odd = any(map(_is_no_integer, prompt_token_ids))
+            low, high = (0, 0) if odd else (min(prompt_token_ids), max(prompt_token_ids))
+        if odd:
+            first = next(filter(_is_no_integer, prompt_token_ids))
+            raise InvalidRequestError(f"{who}: token ids must be integers, not {first!r}")
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise InvalidRequestError(f"{who}: token id {bad} is out of range; the vocabulary has {vocab_size} tokens")
@@ -90,8 +100,8 @@ def _name(request_id: object) -> str:
     return "request" if request_id is None else f"request {request_id}"
 
 
-def _first_odd(prompt: Iterable[Any]) -> object:
-    """What in a prompt is no token id: the first that is no integer, or else one that no array of integers holds."""
-    items = list(prompt)
-    odd = [item for item in items if isinstance(item, bool) or not isinstance(item, (int, np.integer))]
-    return odd[0] if odd else max(items, key=abs)
+_BOOLS = frozenset({bool, np.bool_})
+
+
+def _is_no_integer(item: object) -> bool:
+    return isinstance(item, bool) or not isinstance(item, (int, np.integer))

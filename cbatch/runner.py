@@ -79,7 +79,7 @@ class Runner:
 
     def run(self, io: IOBuffer, plan: StepPlan) -> None:
         """Launch a step kernel by kernel."""
-        self.step(io.device_batch(plan.host), plan.sizes, io.device_sampled, plan.flags)
+        self.step(io.batch, plan.sizes, io.device_sampled, plan.flags)
 
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, sampled: Tensor, flags: int) -> None:
         """Draw the tokens of a step from its logits into ``sampled``, and remember them by slot."""

@@ -20,17 +20,14 @@ import torch
 from cbatch.buffers import IOBuffer
 from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
 
-
 THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
 
 
 class Lane(Protocol):
     kind: str  # "gpu" or "cpu_lane": whose activity it is
 
-    def launch(
-        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
-    ) -> None:
-        """Start copying ``num_words`` in, computing, and copying ``num_samples`` tokens out; returns at once.
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
+        """Start copying the step's words in, computing, and copying its tokens out; returns at once.
 
         ``marks``, from this lane's maker, take down when that happens.
         """
@@ -70,16 +67,14 @@ class CpuLane:
         for io in buffers:
             io.lane_state = _CpuStep(threading.Event())
             io.lane_state.landed.set()
-        self._jobs: queue.SimpleQueue[tuple[IOBuffer, int, int, Callable[[], None], Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[IOBuffer, Callable[[], None], Any] | None] = queue.SimpleQueue()
         self._last_end: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"{THREAD_PREFIX}compute", daemon=True)
         self._thread.start()
 
-    def launch(
-        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
-    ) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
         io.lane_state.landed.clear()
-        self._jobs.put((io, num_words, num_samples, compute, marks))
+        self._jobs.put((io, compute, marks))
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         step: _CpuStep = io.lane_state
@@ -105,15 +100,15 @@ class CpuLane:
     @torch.inference_mode()
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            io, num_words, num_samples, compute, marks = job
+            io, compute, marks = job
             step: _CpuStep = io.lane_state
             start = time.perf_counter()
             try:
-                io.device_slab[:num_words].copy_(io.host_slab[:num_words])
+                io.device_words.copy_(io.host_words)
                 copied = time.perf_counter()
                 compute()
                 computed = time.perf_counter()
-                io.host_sampled[:num_samples].copy_(io.device_sampled[:num_samples])
+                io.host_sampled.copy_(io.device_sampled)
                 if marks is not None:
                     marks.times = (start, copied, computed, time.perf_counter())
                 step.error = None
@@ -158,9 +153,7 @@ class CudaLane:
         )
         self._last_end: torch.cuda.Event | None = None
 
-    def launch(
-        self, io: IOBuffer, num_words: int, num_samples: int, compute: Callable[[], None], marks: Any = None
-    ) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
         step: _CudaStep = io.lane_state
         start, end = next(self._pairs) if marks is None else marks.compute
         step.start, step.end, step.previous_end, self._last_end = start, end, self._last_end, end
@@ -168,7 +161,7 @@ class CudaLane:
             with torch.cuda.stream(self.h2d):
                 if marks is not None:
                     marks.h2d[0].record(self.h2d)
-                io.device_slab[:num_words].copy_(io.host_slab[:num_words], non_blocking=True)
+                io.device_words.copy_(io.host_words, non_blocking=True)
                 if marks is not None:
                     marks.h2d[1].record(self.h2d)
                 step.copied.record(self.h2d)
@@ -181,7 +174,7 @@ class CudaLane:
                 self.d2h.wait_event(end)
                 if marks is not None:
                     marks.d2h[0].record(self.d2h)
-                io.host_sampled[:num_samples].copy_(io.device_sampled[:num_samples], non_blocking=True)
+                io.host_sampled.copy_(io.device_sampled, non_blocking=True)
                 if marks is not None:
                     marks.d2h[1].record(self.d2h)
                 step.landed.record(self.d2h)
