@@ -322,16 +322,27 @@ class Engine:
         self._outbox.put((landed, time.monotonic()))
 
     def _hand_out(self) -> None:
+        wakers = Wakers()
         try:
-            while (batch := self._outbox.get()) is not None:
-                self._push(*batch)
+            while (batch := self._next_batch(wakers)) is not None:
+                self._push(*batch, wakers)
+                del batch
         except BaseException as error:  # without this thread nobody would hear anything again
             with self._changed:
                 self._error, self._closing = error, True
                 self._changed.notify()
+        finally:
+            wakers.flush()
 
-    def _push(self, landed: Landed, now: float) -> None:
-        wakers = Wakers()
+    def _next_batch(self, wakers: Wakers) -> tuple[Landed, float] | None:
+        """Wait for the next results, and meanwhile wake who is still to be woken."""
+        while True:
+            try:
+                return self._outbox.get(timeout=0.004 if wakers.threads else None)
+            except queue.Empty:
+                wakers.wake()
+
+    def _push(self, landed: Landed, now: float, wakers: Wakers) -> None:
         ends = {id(finish.sequence): finish for finish in landed.finished}
         for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
             handle = _handle(sequence)

@@ -282,6 +282,25 @@ def test_many_threads_submit_read_and_abort(counting_engine: Start) -> None:
     assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
+def test_many_reading_threads_are_woken_in_turn_and_lose_nothing(counting_engine: Start) -> None:
+    """Threads that read on are woken at a limited rate; each still gets every token, and ends are heard at once."""
+    engine = counting_engine(max_num_seqs=64, num_blocks=2000, max_num_batched_tokens=64)
+
+    def read(i: int) -> list[int]:
+        return list(engine.submit([i], greedy(60)))
+
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(read, range(64))) == [counted(i, 60) for i in range(64)]
+    engine.model.gate.clear()
+    handles = [engine.submit([i], greedy(60)) for i in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        results = [pool.submit(list, handle) for handle in handles]
+        engine.model.gate.set()
+        time.sleep(0.01)
+        engine.close()
+        assert all(isinstance(r.exception(10), (EngineClosedError, type(None))) for r in results)
+
+
 def test_failing_step_reaches_every_waiter_at_once(counting_engine: Start) -> None:
     """The loop dies: readers in threads and in event loops, those that run and those that wait, all hear why."""
     model = CountingModel()

@@ -1,0 +1,62 @@
+"""Options that no engine can be built with are refused with their value, before anything is loaded or taken."""
+
+import pytest
+import torch
+
+from cbatch import LLM
+from cbatch.config import EngineConfig, find_device
+from cbatch.errors import ConfigError
+from tests.counting import CountingModel
+
+
+@pytest.mark.parametrize("device", ["foo", "gpu", "", 5, True, "cuda:x", "cuda:-1", "cpu:1", "meta", torch.device("mps")])
+def test_what_is_no_device_is_refused(device):
+    for build in (EngineConfig, lambda device: LLM("no-such-model", device=device)):
+        with pytest.raises(ConfigError, match=rf"device is '{device}', but must be cpu, cuda, or cuda:N"):
+            build(device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3", torch.device("cpu"), torch.device("cuda", 3)])
+def test_a_device_is_kept_by_its_name(device):
+    assert EngineConfig(device=device).device == str(device)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "says"),
+    [(0, "cuda", "finds no CUDA device"), (0, "cuda:1", "finds no CUDA device"), (2, "cuda:2", "finds 2 of them")],
+)
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, num_gpus, device, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError, match=f"device is '{device}', but torch {says}"):
+        find_device(device)
+    with pytest.raises(ConfigError, match=f"device is '{device}', but torch {says}"):
+        LLM("llama-1b", device=device, load_format="dummy")
+
+
+def test_the_gpu_is_taken_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(find_device(device)) for device in (None, "cpu", "cuda:1")] == ["cuda", "cpu", "cuda:1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [str(find_device(device)) for device in (None, "cpu")] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_seqs": 10**9}, "max_num_seqs is 1000000000, but must be an integer from 1 to 65536"),
+        ({"block_size": 10**9}, "block_size is 1000000000, but must be an integer from 1 to 65536"),
+        ({"num_blocks": 10**10}, "num_blocks is 10000000000, but must be"),
+        ({"num_blocks": 10**9}, "num_blocks is 1000000000, but a pool of so many blocks of 64 tokens does not fit"),
+        ({"max_num_batched_tokens": 10**9}, "max_num_batched_tokens is 1000000000, but must be"),
+        ({"depth": 10**9}, "depth is 1000000000, but must be an integer from 1 to 64"),
+    ],
+)
+def test_a_slip_of_the_finger_is_an_error_and_no_allocation(options, says):
+    """A billion sequences used to end the process: no exception comes of memory that runs out."""
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(**options)
+
+
+def test_the_largest_number_of_sequences_still_builds():
+    with LLM(CountingModel(), max_num_seqs=2**16, num_blocks=10, block_size=4) as llm:
+        assert llm.generate([[1]])[0].outputs[0].token_ids[:2] == [2, 3]

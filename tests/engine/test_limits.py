@@ -1,0 +1,47 @@
+"""What is no prompt is refused with words for what it is; numpy alone would make numbers of some of it."""
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.errors import InvalidRequestError
+from cbatch.limits import Limits
+
+LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, num_groups=1, block_size=4)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 0, 99], (1, 0, 99), np.array([1, 0, 99]), np.array([1, 0, 99], np.uint8), torch.tensor([1, 0, 99])]
+    + [iter([1, 0, 99]), [np.int64(1), np.int32(0), 99]],
+)
+def test_any_sequence_of_integers_is_a_prompt(prompt):
+    taken = LIMITS.prompt(prompt, None)
+    assert (taken.dtype, taken.tolist()) == (np.int32, [1, 0, 99])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([True], "must be integers, not True"),
+        ([1, True], "must be integers, not True"),  # an array of these is [1, 1]
+        ([False, 7], "must be integers, not False"),
+        ([7, np.True_, 5], "must be integers, not np.True_"),
+        (torch.tensor([True]), "must be integers, not True"),
+        (np.array([True]), "must be integers"),
+        ([3, 1.5], "must be integers, not 1.5"),
+        ([3, "a"], "must be integers, not 'a'"),
+        ([2**70], f"token id {2**70} is out of range"),  # an integer, though no array of them holds it
+        ([2**63, 1], f"token id {2**63} is out of range"),
+        ([2**63, -1], "token id -1 is out of range"),
+        ([100], "token id 100 is out of range"),
+        ({1}, "is a set, but must be a flat list"),
+        ({1: 2}, "is a dict, but must be a flat list"),
+        (np.array(1), "is a ndarray, but must be a flat list"),
+        ([[1], [2]], "has 2 dimensions, but must be a flat list"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_told_as_what_it_is(prompt, says):
+    with pytest.raises(InvalidRequestError, match=says.replace(".", r"\.")):
+        LIMITS.prompt(prompt, None)
