@@ -132,6 +132,37 @@ def test_graphs_equal_eager_on_both_schedules(family: str) -> None:
         assert dtype is torch.bfloat16 or answers[0] == answers[3]
 
 
+def test_engines_are_built_and_run_beside_other_cuda_work() -> None:
+    """Capture refuses only what its own thread does: the host program may allocate and compute meanwhile."""
+    stop, failures = threading.Event(), []
+
+    def other_work() -> None:
+        stream = torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(stream):
+                while not stop.is_set():
+                    x = torch.randn(200 + int(torch.randint(100, (1,))), 300, device="cuda")
+                    (x @ x.T).sum().item()
+        except RuntimeError as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=other_work)
+    worker.start()
+    try:
+        model = make_tiny("llama", device="cuda")
+        engines = [Engine.from_model(model, max_num_seqs=6, block_size=16, num_blocks=64) for _ in range(2)]
+        handles = [e.submit([5 + i, 7], greedy(20)) for i in range(12) for e in engines]
+        answers = [h.result(60).outputs[0].token_ids for h in handles]
+        assert answers[::2] == answers[1::2]
+        assert all(e.stats()["num_graphs"] > 0 for e in engines)
+        for engine in engines:
+            engine.close()
+    finally:
+        stop.set()
+        worker.join()
+    assert not failures
+
+
 def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
     model = make_tiny("llama", device="cuda")
     answers = []
