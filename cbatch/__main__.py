@@ -1,5 +1,15 @@
-"""``python -m cbatch``: the command line, installed or not."""
+"""``python -m cbatch`` and the command ``cbatch``. Imports nothing before Ctrl-C can end it quietly."""
 
-from cbatch.cli import app
+import sys
 
-app(prog_name="cbatch")
+
+def main() -> None:
+    try:
+        from cbatch.cli import app
+    except KeyboardInterrupt:  # the imports take a tenth of a second
+        sys.exit(130)
+    app(prog_name="cbatch")
+
+
+if __name__ == "__main__":
+    main()

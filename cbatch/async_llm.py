@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cbatch.engine import Engine
 from cbatch.outputs import RequestOutput
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import OutputMaker, PromptLike, encode_prompt, render_chat
+from cbatch.text import OutputMaker, PromptLike, check_conversation, check_tokenizer, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
+        check_tokenizer(tokenizer)
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
         weakref.finalize(self, Engine.close_soon, self.engine)
 
@@ -63,7 +64,11 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it."""
+        """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it.
+
+        What is no conversation is refused at once, one that the template refuses by the first step of the iteration.
+        """
+        check_conversation(messages)
         tokenizer = self.engine.tokenizer
 
         def write() -> tuple[str, list[int]]:

@@ -54,6 +54,7 @@ def run_throughput(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     handles: list[RequestHandle | None] = []
     first_error: CBatchError | None = None
+    name, dtype = engine.model.name, str(engine.model.dtype).removeprefix("torch.")  # an engine that dies drops it
     engine.reset_stats()
     preemptions_before = engine.stats()["num_preemptions"]
     try:
@@ -85,8 +86,8 @@ def run_throughput(
     figures = {
         "schedule": stats["schedule"],
         "device": stats["device"],
-        "model": engine.model.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "model": name,
+        "dtype": dtype,
         "num_requests": len(prompts),
         "failed": len(prompts) - len(done),
         **_rates(done),
@@ -94,8 +95,8 @@ def run_throughput(
         "steps": stats["steps"],
         "num_preemptions": stats["num_preemptions"] - preemptions_before,
         **{
-            name: stats[name]
-            for name in (
+            figure: stats[figure]
+            for figure in (
                 "ms_per_step_p50",
                 "host_us_per_step_p50",
                 "host_us_per_step_p99",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import sys
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 import cbatch
-from cbatch.errors import CBatchError, InvalidRequestError, PromptTooLongError
+from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+# What users and models wrote is printed as a Text: in a plain string, rich would take "[b]" and ":heart:" for its own.
 out, err = Console(), Console(stderr=True)
 
 
@@ -73,7 +75,7 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except CBatchError as error:
-            err.print(f"[red]cbatch:[/red] {escape(' '.join(str(error).split()))}", soft_wrap=True)
+            err.print(Text.assemble(("cbatch:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             # The engine is closed by now, and taking torch apart would keep the terminal for another second (0.8 s on
@@ -100,7 +102,8 @@ def _main(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text ends nothing: it becomes a U+FFFD
 
 
 @app.command()
@@ -120,9 +123,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")] = False,
 ) -> None:
     """Generate text for one prompt, shown as it comes, or for many at once."""
+    given = _given(max_tokens, temperature, top_p, top_k, seed)
     texts = list(prompts) if prompts else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise InvalidRequestError("no prompt: give one as an argument, or one a line on stdin")
     with _engine(model, device=device, dtype=dtype, max_model_len=max_model_len) as engine:
-        params = _params(engine, max_tokens, temperature, top_p, top_k, seed)
+        params = _params(engine, given)
         encoded = _encode(engine, [_message(text) if chat else text for text in texts])
         if len(encoded) == 1 and not as_json:
             if _print_stream(engine, encoded[0], params)[1]:
@@ -139,7 +145,7 @@ def generate(
                 line = {"prompt": text, "text": answer.text, "token_ids": answer.token_ids}
                 typer.echo(json.dumps(line | {"finish_reason": answer.finish_reason}, ensure_ascii=False))
             else:
-                out.print(f"{'' if number == 0 else chr(10)}[bold]{escape(text)}[/bold]", highlight=False)
+                out.print(Text.assemble("\n" if number else "", (text, "bold")), soft_wrap=True)
                 typer.echo(answer.text)
 
 
@@ -158,11 +164,12 @@ def chat(
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves, an empty line is ignored."""
+    given = _given(max_tokens, temperature, top_p, top_k, seed)
     with _engine(model, device=device, dtype=dtype, max_model_len=max_model_len) as engine:
-        params = _params(engine, max_tokens, temperature, top_p, top_k, seed)
+        params = _params(engine, given)
         opening = [{"role": "system", "content": system}] if system else []
         messages: list[dict[str, str]] = []
-        err.print(f"[dim]{escape(engine.model.name)}. Ctrl-C stops an answer, Ctrl-D leaves.[/dim]")
+        err.print(Text(f"{engine.model.name}. Ctrl-C stops an answer, Ctrl-D leaves.", "dim"))
         while True:
             try:
                 text = _ask("> ")
@@ -231,9 +238,7 @@ def throughput(
     from cbatch.bench import environment, random_prompts, run_throughput, warm_up
     from cbatch.sampling_params import SamplingParams
 
-    if timeline is not None and not timeline.parent.is_dir():  # said now, not after the measuring
-        raise typer.BadParameter(f"there is no folder {timeline.parent}", param_hint="--timeline")
-
+    _check_writable(json_file, timeline)
     options = {
         name: value
         for name, value in {
@@ -253,10 +258,11 @@ def throughput(
         if value is not None
     }
     names = ["async", "sync"] if schedule is Schedule.both else [schedule.value]
+    given = None if prompts is None else _read_prompts(prompts)
     params = SamplingParams(
         temperature=temperature,
         max_tokens=output_len,
-        ignore_eos=prompts is None if ignore_eos is None else ignore_eos,
+        ignore_eos=given is None if ignore_eos is None else ignore_eos,
         detokenize=False,
         seed=seed,
     )
@@ -269,10 +275,10 @@ def throughput(
             loaded = engine.model  # loaded once for both
             options["load_format"] = "auto"
             if not runs:
-                if prompts is None:
+                if given is None:
                     encoded = random_prompts(num_requests or 32, input_len, engine.model.vocab_size, seed)
                 else:
-                    encoded = _encode(engine, [_message(p) if chat else p for p in _read_prompts(prompts)])
+                    encoded = _encode(engine, [_message(prompt) if chat else prompt for prompt in given])
                     count = num_requests or len(encoded)
                     encoded = [encoded[i % len(encoded)] for i in range(count)]
             warm_up(engine, encoded)
@@ -284,10 +290,11 @@ def throughput(
             result.timeline.device = facts["device_name"]
             timelines.append(result.timeline)
         if result.first_error is not None:
-            err.print(f"[yellow]{result.figures['failed']} failed:[/yellow] {escape(str(result.first_error))}")
+            failed = f"{result.figures['failed']} failed:"
+            err.print(Text.assemble((failed, "yellow"), f" {result.first_error}"), soft_wrap=True)
     out.print(_table(runs))
     if json_file is not None:
-        json_file.write_text(json.dumps({"environment": facts, "runs": runs}, indent=2) + "\n")
+        _write_json(json_file, facts, runs)
     if timeline is not None:
         _write_timelines(timeline, timelines)
     if any(run["failed"] for run in runs):
@@ -308,6 +315,7 @@ def demo(
     from cbatch.bench import environment, run_throughput, warm_up
     from cbatch.sampling_params import SamplingParams
 
+    _check_writable(json_file)
     texts = [str(text) for text in json.loads(DEMO_PROMPTS.read_text(encoding="utf-8"))]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     results = []
@@ -327,8 +335,8 @@ def demo(
             for text, output in list(zip(texts, results[0].outputs, strict=True))[:3]:
                 assert output is not None
                 answer = output.outputs[0]
-                more = " [dim]\u2026[/dim]" if answer.finish_reason == "length" else ""
-                out.print(f"\n[bold]{escape(text)}[/bold]\n{escape(answer.text.strip())}{more}", highlight=False)
+                more = " \u2026" if answer.finish_reason == "length" else ""
+                out.print(Text.assemble("\n", (text, "bold"), "\n", answer.text.strip(), (more, "dim")))
             out.print()
     runs = [result.figures for result in results]
     out.print(_table(runs))
@@ -338,7 +346,7 @@ def demo(
     )
     out.print(f"{facts['device_name']}. Same tokens under both schedules: {same} of {len(texts)}.", highlight=False)
     if json_file is not None:
-        json_file.write_text(json.dumps({"environment": facts, "runs": runs}, indent=2) + "\n")
+        _write_json(json_file, facts, runs)
 
 
 @contextmanager
@@ -348,36 +356,41 @@ def _engine(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Engin
 
     from transformers.utils.logging import disable_progress_bar
 
+    from cbatch.config import EngineConfig, find_device
     from cbatch.engine import Engine
 
     disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails in the end, our error says
     given = {name: value for name, value in options.items() if value is not None}
+    find_device(EngineConfig.from_options(given).device)  # what is wrong with them is said before anything is loaded
     if model == DEMO and given.get("load_format") != "dummy":
         from cbatch.models.demo import ensure_demo_model
 
-        ensure_demo_model(progress=lambda line: err.print(f"[dim]{escape(line)}[/dim]"))
+        ensure_demo_model(progress=lambda line: err.print(Text(line, "dim")))
     with Engine.from_model(model, tokenizer, **given) as engine:
         yield engine
 
 
-def _params(
-    engine: Engine,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-) -> SamplingParams:
-    """What the model asks for, but for what the command line says; the command line alone if it says how to sample."""
+def _given(
+    max_tokens: int | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> dict[str, Any]:
+    """The sampling parameters that the command line has, checked while no model has been loaded yet."""
     from cbatch.sampling_params import SamplingParams
 
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    SamplingParams(**given)
+    return given
+
+
+def _params(engine: Engine, given: dict[str, Any]) -> SamplingParams:
+    """What the model asks for, but for what the command line says; the command line alone if it says how to sample."""
+    from cbatch.sampling_params import SamplingParams
+
     try:
         return dataclasses.replace(engine.default_sampling_params, **given)
     except InvalidRequestError:  # the model's generation_config asks for what is not supported
-        if temperature is None:
+        if "temperature" not in given:
             raise
         return SamplingParams(**given)
 
@@ -433,8 +446,8 @@ def _ask(prompt: str) -> str:
 
 def _read_prompts(path: Path) -> list[Any]:
     """Prompts of a file: a JSON list, JSON lines, or a text a line."""
-    content = path.read_text(encoding="utf-8")
     try:
+        content = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             prompts = json.loads(content)
         elif path.suffix == ".jsonl":
@@ -443,9 +456,37 @@ def _read_prompts(path: Path) -> list[Any]:
             prompts = [line for line in content.splitlines() if line.strip()]
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"{path} is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequestError(f"{path} holds no list of prompts")
     return prompts
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Open what will be written in the end: that it cannot be is said now, not after the measuring."""
+    for file in files:
+        if file is not None:
+            with _writing(file):
+                there = file.exists()
+                file.open("a").close()
+                if not there:
+                    file.unlink()
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def _write_json(file: Path, facts: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
+    with _writing(file):
+        file.write_text(json.dumps({"environment": facts, "runs": runs}, indent=2) + "\n")
 
 
 def _write_timelines(page: Path, timelines: Sequence[Timeline]) -> None:
@@ -455,9 +496,10 @@ def _write_timelines(page: Path, timelines: Sequence[Timeline]) -> None:
         err.print("[yellow]No timeline:[/yellow] there were too few steps of decoding.")
         return
     trace = page.with_suffix(".trace.json")
-    write_html(page, timelines)
-    write_perfetto(trace, timelines)
-    out.print(f"Timeline: {escape(str(page))}, and for ui.perfetto.dev {escape(str(trace))}", soft_wrap=True)
+    with _writing(page):
+        write_html(page, timelines)
+        write_perfetto(trace, timelines)
+    out.print(Text(f"Timeline: {page}, and for ui.perfetto.dev {trace}"), soft_wrap=True)
 
 
 def _table(runs: Sequence[dict[str, Any]]) -> Any:
@@ -466,7 +508,8 @@ def _table(runs: Sequence[dict[str, Any]]) -> Any:
 
     first = runs[0]
     activity = {"gpu": "GPU activity", "cpu_lane": "CPU lane activity"}[first["activity_kind"]]
-    table = Table(title=f"{first['model']}, {first['dtype']}, {first['device']}", title_justify="left")
+    title = Text(f"{first['model']}, {first['dtype']}, {first['device']}", "table.title")
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for run in runs:
         table.add_column(f"schedule={run['schedule']}", justify="right")

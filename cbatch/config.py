@@ -136,8 +136,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}, but must be an integer from {least} to {most}")
         if self.num_blocks is not None and self.num_blocks * self.block_size >= 2**31:
             raise ConfigError(
-                f"num_blocks is {self.num_blocks}, but a pool of so many blocks of {self.block_size} tokens does not fit "
-                "into 32-bit slot numbers"
+                f"num_blocks is {self.num_blocks}, but a pool of so many blocks of {self.block_size} tokens does not "
+                "fit into 32-bit slot numbers"
             )
         for name in ("enforce_eager", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):

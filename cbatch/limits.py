@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,9 +30,6 @@ class Limits:
         who, vocab_size = _name(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
-        if isinstance(prompt_token_ids, (Set, Mapping)):
-            kind = type(prompt_token_ids).__name__
-            raise InvalidRequestError(f"{who}: the prompt is a {kind}, but must be a flat list of token ids")
         try:
             if isinstance(prompt_token_ids, torch.Tensor):
                 prompt_token_ids = prompt_token_ids.tolist()
@@ -41,19 +39,20 @@ class Limits:
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
         if prompt.ndim != 1:
-            raise InvalidRequestError(f"{who}: the prompt has {prompt.ndim} dimensions, but must be a flat list")
+            what = f"has {prompt.ndim} dimensions" if prompt.ndim else f"is a {type(prompt_token_ids).__name__}"
+            raise InvalidRequestError(f"{who}: the prompt {what}, but must be a flat list of token ids")
         if prompt.size == 0:
             raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
-        if prompt.dtype.kind in "iu":
-            low, high = int(prompt.min()), int(prompt.max())
-            # numpy makes 0 and 1 of bools among integers; a list without 0 and 1 has none, and need not be looked at.
-            odd = low <= 1 and prompt_token_ids is not prompt and not _BOOLS.isdisjoint(map(type, prompt_token_ids))
-        else:  # something else is among them, or integers that no array holds
-            odd = any(map(_is_no_integer, prompt_token_ids))
-            low, high = (0, 0) if odd else (min(prompt_token_ids), max(prompt_token_ids))
-        if odd:
-            first = next(filter(_is_no_integer, prompt_token_ids))
-            raise InvalidRequestError(f"{who}: token ids must be integers, not {first!r}")
+        integers = prompt.dtype.kind in "iu"
+        low, high = (int(prompt.min()), int(prompt.max())) if integers else (0, 0)
+        # numpy makes 0 and 1 of bools among integers. A list with neither has none, and need not be looked at.
+        if not integers or (low <= 1 and not isinstance(prompt_token_ids, np.ndarray)):
+            odd = {t for t in set(map(type, prompt_token_ids)) if t is bool or not issubclass(t, (int, np.integer))}
+            if odd:
+                first = next(token for token in prompt_token_ids if type(token) in odd)
+                raise InvalidRequestError(f"{who}: token ids must be integers, not {first!r}")
+            if not integers:  # they are beyond 64 bits, and no array of integers held them
+                low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise InvalidRequestError(f"{who}: token id {bad} is out of range; the vocabulary has {vocab_size} tokens")
@@ -98,10 +97,3 @@ class Limits:
 
 def _name(request_id: object) -> str:
     return "request" if request_id is None else f"request {request_id}"
-
-
-_BOOLS = frozenset({bool, np.bool_})
-
-
-def _is_no_integer(item: object) -> bool:
-    return isinstance(item, bool) or not isinstance(item, (int, np.integer))

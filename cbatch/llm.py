@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
@@ -13,11 +13,13 @@ from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import PromptLike, encode_prompt, render_chat
+from cbatch.text import PromptLike, check_tokenizer, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _BAR_AFTER_S = 1.0  # work that is over before needs no progress bar
 
 
@@ -37,6 +39,7 @@ class LLM:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
+        check_tokenizer(tokenizer)
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
         weakref.finalize(self, Engine.close_soon, self.engine)  # at `del`, and at exit at the latest
 
@@ -56,16 +59,17 @@ class LLM:
             use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served. Then none of this call is: what the engine
-                had already taken of it is aborted. Other callers never notice.
+            InvalidRequestError: a prompt or its parameters cannot be served; the message has its number in the list,
+                counted from 0. Then none of this call is: what the engine had already taken of it is aborted. Other
+                callers never notice.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
             KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
         """
-        taken = [PromptLike(prompt) for prompt in _listed(prompts)]
+        taken = _each("prompt", _listed(prompts), PromptLike)
         params = _one_each(sampling_params, len(taken))
         tokenizer = self.engine.tokenizer
-        encoded = [(prompt.text, prompt.encode(tokenizer)) for prompt in taken]
-        return self._run(encoded, params, use_tqdm)
+        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
+        return self._run("prompt", encoded, params, use_tqdm)
 
     def chat(
         self,
@@ -86,17 +90,23 @@ class LLM:
         Raises:
             InvalidRequestError: also where there is no chat template.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise InvalidRequestError(
+                f"messages must be a conversation, which is a list of dicts, or a list of them, not "
+                f"{type(messages).__name__}"
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = _one_each(sampling_params, len(conversations))
         tokenizer = self.engine.tokenizer
-        encoded: list[tuple[str | None, list[int]]] = []
-        for conversation in conversations:
+
+        def encode(conversation: Any) -> tuple[str | None, list[int]]:
             text = render_chat(
                 tokenizer, conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt
             )
             # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
-            encoded.append((text, encode_prompt(tokenizer, text, add_special_tokens=False)))
-        return self._run(encoded, params, use_tqdm)
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+
+        return self._run("conversation", _each("conversation", conversations, encode), params, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
@@ -117,14 +127,15 @@ class LLM:
 
     def _run(
         self,
+        kind: str,
         encoded: list[tuple[str | None, list[int]]],
         params: list[SamplingParams | None],
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         handles: list[RequestHandle] = []
         try:
-            for (_, token_ids), one in zip(encoded, params, strict=True):
-                handles.append(self.engine.submit(token_ids, one))
+            requests = [(token_ids, one) for (_, token_ids), one in zip(encoded, params, strict=True)]
+            _each(kind, requests, lambda request: handles.append(self.engine.submit(*request)))
             if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
                 watch(handles, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
             outputs = [handle.result() for handle in handles]
@@ -135,6 +146,19 @@ class LLM:
         for output, (text, _) in zip(outputs, encoded, strict=True):
             output.prompt = text
         return outputs
+
+
+def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result]) -> list[_Result]:
+    """What a function makes of each; where it refuses one of several, the error says which."""
+    results = []
+    for number, item in enumerate(items):
+        try:
+            results.append(function(item))
+        except InvalidRequestError as error:
+            if len(items) > 1:
+                error.args = (f"{kind} {number}: {str(error).removeprefix('request: ')}",)
+            raise
+    return results
 
 
 def _listed(prompts: Any) -> list[Any]:

@@ -5,12 +5,13 @@ Knows a transformers tokenizer; knows nothing of engines, requests or models.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import ConfigError, InvalidRequestError
 from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
 
@@ -30,7 +31,8 @@ class Detokenizer:
     The deltas of ``push`` joined are the decode of all tokens as they continue the prompt: a sentencepiece space in
     front of the first word is there if the prompt has text, the prompt itself is not repeated, and half a character
     is held back until its other half comes. Only text that truly ends inside a character (``finish_reason`` came first)
-    ends in U+FFFD. A character whose first bytes are the prompt's and whose last bytes are the output's is output.
+    ends in U+FFFD. A character whose first bytes are the prompt's and whose last bytes are the output's is output; what
+    stands before it in the prompt's last token is the prompt's.
 
     Not for two threads at once. Costs one decode of at most some 20 tokens a push, however many tokens it brings.
     """
@@ -48,10 +50,15 @@ class Detokenizer:
 
         # The window: ids[:settled] have been shown and decode to `shown`; the rest is held back.
         self._ids, self._settled = self._context(prompt_token_ids)
-        self._shown = self._decode(self._ids[: self._settled])
-        # Where the prompt ends inside a character, the window's text with that half character (else `shown`): what
-        # comes after it continues this one, or `shown` if the half was completed.
-        self._broken = self._shown if self._settled == len(self._ids) else self._decode(self._ids)
+        self._shown = self._broken = self._decode(self._ids[: self._settled])
+        # Where the prompt ends inside a character: `broken` is the window's text with that half, `shown` the text
+        # before it, which may take a part of the half's own token. What comes continues `broken`, or `shown` if the
+        # half was completed.
+        if self._settled < len(self._ids):
+            self._broken = self._decode(self._ids)
+            before = self._broken.rstrip(_REPLACEMENT)
+            if before.startswith(self._shown):
+                self._shown = before
         self._previous = self._settled  # start of the last delta's tokens: where the window can be cut
 
     @property
@@ -195,8 +202,46 @@ def encode_prompt(
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
-            raise InvalidRequestError(f"prompt {_short(text)} is not valid Unicode text: {error}") from None
+            lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            why = error if lone is None else f"character {lone} is a lone surrogate, {text[lone]!r}"
+            raise InvalidRequestError(f"prompt {_short(text)} is not valid Unicode text: {why}") from None
     return list(ids)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Whether it is a tokenizer, the name of one, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if tokenizer is None or isinstance(tokenizer, (str, os.PathLike)):
+        return
+    usable = all(hasattr(tokenizer, name) for name in ("encode", "decode", "all_special_ids"))
+    try:
+        weakref.ref(tokenizer)  # its lock is kept by it
+    except TypeError:
+        usable = False
+    if not usable or isinstance(tokenizer, type):
+        raise ConfigError(
+            f"tokenizer is {_short(tokenizer)}, but must be a folder, a hub name or a tokenizer of transformers"
+        )
+
+
+def check_conversation(messages: Any) -> None:
+    """Whether these are messages of a chat.
+
+    Raises:
+        InvalidRequestError: they are not; the message says what is wrong with them.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidRequestError(
+            f"a conversation must be a list of messages, each a dict of role and content, not {type(messages).__name__}"
+        )
+    if not messages:
+        raise InvalidRequestError("a conversation needs at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise InvalidRequestError(f"message {number} is {_short(message)}: it must be a dict of role and content")
 
 
 def render_chat(
@@ -220,13 +265,7 @@ def render_chat(
         raise InvalidRequestError("chat needs a tokenizer, and there is none: use generate with token ids")
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("the tokenizer has no chat template: pass chat_template, or use generate")
-    if not messages:
-        raise InvalidRequestError("a conversation needs at least one message")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise InvalidRequestError(f"message {number} is {_short(message)}: it must be a dict of role and content")
-    from jinja2 import TemplateError
-
+    check_conversation(messages)
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -234,8 +273,10 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise InvalidRequestError(f"the chat template refuses these messages: {error}") from error
+    except Exception as error:  # anything: a template is a program of somebody else's
+        raise InvalidRequestError(
+            f"the chat template refuses these messages: {type(error).__name__}: {error}"
+        ) from error
     assert isinstance(text, str)
     return text
 
@@ -276,7 +317,7 @@ def _token_ids(value: Any) -> list[int]:
     """A list of ids as it came, only its outer shape checked: what the ids may be, the engine knows."""
     if hasattr(value, "tolist"):  # a numpy array or a tensor
         value = value.tolist()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Iterable):
         raise InvalidRequestError(
             f"prompt {_short(value)} must be text, a list of token ids or a dict, not {type(value).__name__}"
         )

@@ -61,7 +61,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(dist: Path) -> None:
     assert {"cbatch/scheduler/kv_spec.py", "cbatch/data/demo_prompts.json", "cbatch/data/timeline.html"} <= package
     assert "cbatch/py.typed" in package
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"cbatch"}  # and its dist-info
-    assert "cbatch = cbatch.cli:app" in entry_points
+    assert "cbatch = cbatch.__main__:main" in entry_points
 
 
 def test_the_source_distribution_holds_copies_for_the_links(dist: Path) -> None:

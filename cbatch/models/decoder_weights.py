@@ -72,6 +72,8 @@ def load_weights(module: nn.Module, config: DecoderConfig, max_model_len: int, *
     tied = source.same(f"{body}.{names.embed}.weight", "lm_head.weight")
     embed = source.tensor(f"{body}.{names.embed}.weight")
     head = source.linear("lm_head")
+    if len(head.weight) > len(embed):  # padded: the tokens beyond could be sampled, but not fed
+        head = Linear(head.weight[: len(embed)], None if head.bias is None else head.bias[: len(embed)])
     return Weights(
         embed=embed,
         positions=source.tensor(f"{body}.{names.positions}.weight") if names.positions else None,

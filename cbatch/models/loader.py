@@ -11,11 +11,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import initialization as init
 
+from cbatch.config import find_device
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
 from cbatch.models.decoder import Decoder, DecoderMismatch
@@ -51,7 +55,7 @@ def load_model(
     ``model_impl="decoder"`` is our own decoder, ``"auto"`` too where it covers the model.
     Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
     """
-    device = torch.device(device)
+    device = find_device(device)
     name = str(name_or_path)
 
     def through_transformers() -> TransformersModel:
@@ -88,21 +92,25 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
         return None
     path = _find_weights(name)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=_only_local(path)
+        )
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {error}") from error
 
 
 def _find_weights(name: str) -> str:
     """The folder or hub name to hand to transformers."""
+    if not name.strip():
+        raise ModelNotFoundError(f"the name is empty: give an alias ({DEMO!r}), a folder or a hub name")
     if name == DEMO:
         return str(ensure_demo_model())
-    if name in shape_names() and not Path(name).exists():
+    path = os.path.expanduser(name)  # os.path, not Path: it says no to a name that cannot be one, and raises nothing
+    if os.path.isdir(path):
+        return path
+    if name in shape_names() and not os.path.exists(path):
         raise ModelNotFoundError(f"{name!r} is a shape without weights: use it with load_format='dummy'")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"no model folder at {name!r} (aliases: {DEMO!r}; else a folder or a hub name)")
     return name
 
@@ -111,10 +119,10 @@ def _find_config(name: str) -> str:
     """The file, folder or hub name whose config describes the model."""
     if name == DEMO:
         name = "smollm2-shape"
-    path = Path(name).expanduser()
-    if path.is_file():
-        return str(path)
-    if name in shape_names() and not path.exists():
+    path = os.path.expanduser(name)
+    if os.path.isfile(path):
+        return path
+    if name in shape_names() and not os.path.exists(path):
         return str(_CONFIGS / f"{name}.json")
     return _find_weights(name)
 
@@ -129,9 +137,26 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
     return resolved
 
 
+def _only_local(path: str) -> bool:
+    """Whether transformers should look on the disk alone: a folder, or a hub name while the hub cannot be reached.
+
+    Asked without a second try. transformers would ask for every file by itself, six times each, for 23 s a file,
+    before it looks into its cache.
+    """
+    if os.path.exists(path):
+        return True
+    try:
+        HfApi().model_info(path, timeout=5)
+    except (httpx.TransportError, OfflineModeIsEnabled):
+        return True
+    except (HfHubHTTPError, HFValidationError):  # an answer: what it means, transformers says better
+        pass
+    return False
+
+
 def _config(path: str, trust_remote_code: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=_only_local(path))
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {error}") from error
 
@@ -144,7 +169,11 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
     config = _config(path, trust_remote_code)
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, trust_remote_code=trust_remote_code, **options
+            path,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            local_files_only=_only_local(path),
+            **options,
         )
     except OSError as error:
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
@@ -182,4 +211,4 @@ def _not_causal(path: str, error: ValueError) -> UnsupportedModelError:
 
 
 def _tried(path: str) -> str:
-    return f"the folder {path!r}" if Path(path).exists() else f"the folder {path!r} and the hub repository {path!r}"
+    return f"the folder {path!r}" if os.path.exists(path) else f"the folder {path!r} and the hub repository {path!r}"

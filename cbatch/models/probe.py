@@ -39,7 +39,7 @@ class Findings:
     """What the probe learned of a model."""
 
     layers: tuple[LayerCall, ...]
-    vocab_size: int
+    vocab_size: int  # tokens that can be fed and sampled: a head may be wider than the embedding, padded
     capturable: bool
 
 
@@ -172,7 +172,7 @@ def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, 
     steps = _Steps(module, takes_logits_to_keep)
     set_attention(module, IMPLEMENTATION)
     logits = steps.packed([("A", 0, [0, 1])], sample_rows=[0, 1])
-    layers, vocab_size = tuple(steps.dense.calls), logits.shape[-1]
+    layers, vocab_size = tuple(steps.dense.calls), min(logits.shape[-1], _num_embeddings(module) or logits.shape[-1])
     _check_layers(module, layers, max_model_len)
 
     windows = [layer.spec.window for layer in layers if 0 < layer.spec.window <= LARGEST_PROBED_WINDOW]
@@ -249,6 +249,14 @@ def _logits(module: nn.Module, **inputs: Tensor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise UnsupportedModelError(f"{_kind(module)}: its forward returns no logits")
     return logits[0]
+
+
+def _num_embeddings(module: nn.Module) -> int | None:
+    try:
+        weight = getattr(cast(Any, module).get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # transformers does not know where this family has them
+        return None
+    return len(weight) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _kind(module: nn.Module) -> str:

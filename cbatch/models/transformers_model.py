@@ -44,6 +44,8 @@ class TransformersModel:
         self.device = _only_device(module)
         if device is not None and not _same_device(torch.device(device), self.device):
             raise ConfigError(f"device={str(device)!r}, but the module is on {self.device}: move it there yourself")
+        if module.dtype == torch.float64:
+            raise UnsupportedModelError("the module computes in float64, which the kernels do not: cast it (.float())")
         if dtype is not None and dtype != module.dtype:
             raise ConfigError(f"dtype={dtype}, but the module is {module.dtype}: cast it yourself")
         config: Any = module.config
@@ -96,7 +98,7 @@ class TransformersModel:
             out = self._module(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
-        logits: Tensor = out.logits[0]
+        logits: Tensor = out.logits[0, :, : self.vocab_size]
         return logits if self._takes_logits_to_keep else logits[sample_rows]
 
 
@@ -112,7 +114,13 @@ def _causal_lm(module: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; only causal language models can run here")
     if not module.can_generate() or module.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{kind} is not a causal language model: it has no language modelling head")
-    if "position_ids" not in inspect.signature(module.forward).parameters:
+    signature = inspect.signature(module.forward)
+    if "position_ids" not in signature.parameters:
+        if "forward" in vars(module):  # whatever it calls is the caller's module, not our copy
+            raise UnsupportedModelError(
+                f"the forward of this {kind} has been replaced by one that takes {signature}, and a copy of the model "
+                "cannot be run through it: give the model its own forward back (`del model.forward`)"
+            )
         raise UnsupportedModelError(
             f"{kind}.forward takes no position_ids, so the sequences of a packed step cannot be told apart"
         )
@@ -122,6 +130,8 @@ def _causal_lm(module: nn.Module) -> PreTrainedModel:
 def _only_device(module: nn.Module) -> torch.device:
     device_map: dict[str, Any] = getattr(module, "hf_device_map", None) or {}
     devices = {p.device for p in module.parameters()}
+    if {device.type for device in devices} == {"meta"}:
+        raise UnsupportedModelError("the model is on the meta device, where it has a shape and no weights: load them")
     if len({str(d) for d in device_map.values()}) > 1 or len(devices) != 1 or next(iter(devices)).type == "meta":
         where = sorted({str(d) for d in device_map.values()} | {str(d) for d in devices})
         raise UnsupportedModelError(f"the model is spread over {', '.join(where)}; it must be on one device")

@@ -8,6 +8,7 @@ import pytest
 
 from cbatch import (
     AsyncLLM,
+    ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     EngineDeadError,
@@ -152,6 +153,11 @@ async def test_bad_request_fails_alone():
         assert (await good)[-1].outputs[0].token_ids == counted(7, 400, VOCAB)
 
 
+def test_what_is_no_tokenizer_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="tokenizer is 5"):
+        AsyncLLM("no-such-model", 5)
+
+
 async def test_id_of_a_running_request_is_refused_and_the_first_goes_on():
     async with make() as llm:
         first = llm.generate([7], LONG, request_id="a")
@@ -206,6 +212,9 @@ async def test_chat_streams():
         assert outputs[-1].finished
         with pytest.raises(InvalidRequestError, match="no bad ones"):
             await collect(llm.chat([{"role": "bad", "content": "hello"}], GREEDY))
+        for messages in (None, 5, "hello", {"role": "user", "content": "hello"}, [], [5]):
+            with pytest.raises(InvalidRequestError):  # at once, as a prompt of no known form
+                llm.chat(messages, GREEDY)
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])

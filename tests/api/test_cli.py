@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
@@ -33,6 +32,11 @@ def run(monkeypatch):
         return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
 
     return call
+
+
+def one_line(done):
+    """Whether a command said no as it should."""
+    return done.exit_code == 1 and done.stderr.startswith("cbatch: ") and done.stderr.count("\n") == 1
 
 
 def test_version(run):
@@ -131,9 +135,6 @@ def test_bench_draws_a_timeline_of_both_schedules(run, tiny_model, tmp_path):
     assert all(e["args"] == {"tokens": 3, "rows": 3} for e in computed)  # decoding alone
     assert '"schedule":"sync"' in (tmp_path / "page.html").read_text()
     assert "too few steps" in run(*options, "--output-len", 1).stderr
-    nowhere = run(*options[:-1], tmp_path / "none" / "page.html")
-    assert nowhere.exit_code == 2
-    assert "there is no folder" in nowhere.stderr
 
 
 @pytest.mark.parametrize(
@@ -153,12 +154,62 @@ def test_bench_takes_prompts_of_a_file(run, tiny_model, tmp_path, name, content)
     assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["num_requests"] == 5
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]"])
-def test_file_without_prompts_is_refused(run, tiny_model, tmp_path, content):
-    (tmp_path / "prompts.json").write_text(content)
-    done = run("bench", "throughput", "--model", tiny_model, "--prompts", tmp_path / "prompts.json")
-    assert done.exit_code == 1
-    assert "prompts.json" in done.stderr
+@pytest.fixture
+def never_loaded(monkeypatch):
+    """Loading takes up to minutes: what is wrong on the command line is to be said before."""
+    from cbatch.engine import Engine
+
+    def from_model(*args, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(Engine, "from_model", from_model)
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b'["caf\xe9"]'])
+def test_file_without_prompts_is_refused(run, never_loaded, tmp_path, content):
+    (tmp_path / "prompts.json").write_bytes(content)
+    done = run("bench", "throughput", "--prompts", tmp_path / "prompts.json")
+    assert one_line(done) and "prompts.json" in done.stderr
+    assert (b"caf" in content) == ("is not UTF-8: invalid continuation byte at byte 5" in done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "throughput", "--json"],
+        ["bench", "throughput", "--timeline"],
+        ["demo", "--json"],
+    ],
+)
+def test_file_that_cannot_be_written_is_told_before_the_measuring(run, never_loaded, tmp_path, arguments):
+    done = run(*arguments, tmp_path / "none" / "x.json")
+    assert one_line(done) and "x.json cannot be written: No such file or directory" in done.stderr
+    assert isinstance(run(*arguments, tmp_path / "x.json").exception, AssertionError)  # this one went on to load
+    assert list(tmp_path.iterdir()) == []  # and left nothing that looks like a result
+
+
+@pytest.mark.parametrize("stdin", ["", "\n\n"])
+def test_no_prompt_at_all_is_an_error(run, never_loaded, stdin):
+    done = run("generate", stdin=stdin)
+    assert one_line(done) and "no prompt" in done.stderr
+
+
+def test_a_byte_that_is_no_text_is_replaced(run, tiny_model):
+    """Typed by accident or pasted, it ended a conversation with a traceback."""
+    options = ("--model", tiny_model, "--max-tokens", 3)
+    talk = run("chat", *options, stdin=b"hel\xfflo\nagain\n")
+    assert talk.exit_code == 0, talk.output
+    assert len(talk.stdout.splitlines()) >= 2
+    answer = run("generate", *options, "--json", stdin=b"hel\xfflo\n")
+    assert json.loads(answer.stdout)["prompt"] == "hel\ufffdlo"
+
+
+def test_what_users_write_is_printed_as_it_is(run, tiny_model):
+    """Not as a language of rich's: no emoji, no styles, no line that ends where the terminal would."""
+    prompt = "I :heart: [bold]you[/bold], " + "very much " * 30
+    done = run("generate", prompt, "hello", "--model", tiny_model, "--max-tokens", 3)
+    assert prompt in done.stdout
+    assert "no model folder at './:heart:[red]'" in run("generate", "hello", "--model", "./:heart:[red]").stderr
 
 
 def test_failed_requests_are_told_and_end_the_bench_with_an_error(run, tiny_model, tmp_path):
@@ -196,10 +247,25 @@ def test_demo_shows_three_answers_and_both_schedules(run, tiny_model, tmp_path):
 )
 def test_errors_are_one_line_without_a_traceback(run, tiny_model, arguments, says):
     done = run(*arguments, "--model", tiny_model)
-    assert done.exit_code == 1
-    assert says in done.stderr
-    assert "Traceback" not in done.output
-    assert len(re.findall(r"^cbatch: ", done.stderr, re.MULTILINE)) == 1
+    assert one_line(done) and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "hello", "--top-p", "2"], "top_p=2.0"),
+        (["chat", "--top-k", "-5"], "top_k=-5"),
+        (["chat", "--seed", 2**64], "seed="),
+        (["bench", "throughput", "--temperature", "nan"], "temperature=nan"),
+        (["bench", "throughput", "--depth", "1"], "depth is 1"),
+        (["generate", "hello", "--device", "gpu"], "device is 'gpu'"),
+        (["demo", "--device", "cuda:99"], "device is 'cuda:99'"),
+    ],
+)
+def test_wrong_values_are_told_before_a_model_is_loaded(run, never_loaded, arguments, says):
+    done = run(*arguments)
+    assert one_line(done) and says in done.stderr
 
 
 def test_unknown_model_says_what_was_tried(run, tmp_path):
@@ -261,6 +327,19 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(tiny_model):
     finally:
         terminal.close()
     assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_during_the_imports_is_quiet(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "cbatch", "generate", "hello"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_ctrl_c_ends_generate_in_under_two_seconds(tiny_model):

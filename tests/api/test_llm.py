@@ -10,7 +10,15 @@ import weakref
 import numpy as np
 import pytest
 
-from cbatch import LLM, EngineClosedError, EngineDeadError, InvalidRequestError, PromptTooLongError, SamplingParams
+from cbatch import (
+    LLM,
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    SamplingParams,
+)
 from tests.api.programs import wait_until
 from tests.api.tiny import CHAT_TEMPLATE, byte_level
 from tests.counting import CountingModel, counted
@@ -151,6 +159,46 @@ def test_chat_of_one_and_of_many():
 def test_chat_without_a_template_says_so(llm):
     with pytest.raises(InvalidRequestError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+
+
+ONE = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, 5, ONE[0], "hello", (m for m in ONE), np.array([ONE[0]]), [5], [ONE, 5], [ONE, ONE[0]], [ONE, []]],
+)
+def test_what_is_no_conversation_is_refused(messages):
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with make(tokenizer=tokenizer) as llm, pytest.raises(InvalidRequestError, match="conversation"):
+        llm.chat(messages, GREEDY)
+
+
+def test_template_that_fails_is_an_error_of_the_request(llm):
+    """A template is a program: it can fail in any way, and whoever catches CBatchError should hear of it."""
+    for template in ("{{ 1 / 0 }}", "{{ nothing.at.all }}", "{% if %}", 5):
+        with pytest.raises(InvalidRequestError, match="the chat template refuses these messages"):
+            llm.chat(ONE, GREEDY, chat_template=template)
+
+
+def test_one_bad_prompt_of_many_is_named_by_its_number(llm):
+    """Whether it is refused for its form, its text or its tokens, before or after others went to the engine."""
+    for bad, says in (({}, "must hold"), (None, "must be text"), ("a\ud800", "surrogate"), ([VOCAB], "token id")):
+        with pytest.raises(InvalidRequestError, match=f"^prompt 2: .*{says}"):
+            llm.generate([[1], [2], bad, [3]], GREEDY)
+    with pytest.raises(PromptTooLongError, match=r"^prompt 1: 512 prompt tokens"):
+        llm.generate([[1], [1] * 512], GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"^conversation 1: message 0 is 'hello'"):
+        llm.chat([ONE, ["hello"]], GREEDY, chat_template=CHAT_TEMPLATE)
+    with pytest.raises(InvalidRequestError, match=r"^request: token id"):  # of one there is no number to tell
+        llm.generate([[VOCAB]], GREEDY)
+
+
+@pytest.mark.parametrize("tokenizer", [5, True, ["tokenizer"], object(), type(TOKENIZER), TOKENIZER.backend_tokenizer])
+def test_what_is_no_tokenizer_is_refused_before_anything_is_loaded(tokenizer):
+    with pytest.raises(ConfigError, match=r"tokenizer is .* but must be"):
+        LLM("no-such-model", tokenizer)
 
 
 def test_without_a_tokenizer_tokens_work_and_text_is_refused():

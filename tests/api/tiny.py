@@ -49,6 +49,21 @@ def straddling() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
+def spaced() -> PreTrainedTokenizerFast:
+    """Byte level with a token for a space and the first half of any emoji, as GPT-2 and its heirs have."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=260,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["".join(f" {chr(0x1F300 + i)}" for i in range(256))], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """Like Llama 2's: a space is part of the word after it and lost at the start; unknown characters become bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))

@@ -12,8 +12,14 @@ LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, num_grou
 
 @pytest.mark.parametrize(
     "prompt",
-    [[1, 0, 99], (1, 0, 99), np.array([1, 0, 99]), np.array([1, 0, 99], np.uint8), torch.tensor([1, 0, 99])]
-    + [iter([1, 0, 99]), [np.int64(1), np.int32(0), 99]],
+    [
+        [1, 0, 99],
+        (1, 0, 99),
+        iter([1, 0, 99]),
+        [np.int64(1), np.int32(0), 99],
+        np.array([1, 0, 99], np.uint8),
+        torch.tensor([1, 0, 99]),
+    ],
 )
 def test_any_sequence_of_integers_is_a_prompt(prompt):
     taken = LIMITS.prompt(prompt, None)

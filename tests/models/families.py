@@ -275,6 +275,16 @@ def make_tiny(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
 
 
 @torch.no_grad()
+def widen_head(model: nn.Module, num_more: int) -> nn.Module:
+    """Give the head rows for tokens that the embedding does not have, as padding does. They win most of the time."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    rows = head.weight[:num_more] * 3.0
+    head.weight = nn.Parameter(torch.cat([head.weight, rows, -rows]))
+    head.out_features = len(head.weight)
+    return model
+
+
+@torch.no_grad()
 def _randomise(model: nn.Module) -> None:
     """Weights large enough that the tokens depend on everything, with biases and norms that are not their defaults.
 

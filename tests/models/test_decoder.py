@@ -17,7 +17,7 @@ from cbatch.models.decoder import Decoder, DecoderMismatch, packed_logits
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.loader import load_model
 from cbatch.models.transformers_model import TransformersModel
-from tests.models.families import FAMILIES, make_tiny
+from tests.models.families import FAMILIES, make_tiny, widen_head
 from tests.models.paged import PagedRunner, generate_together
 
 PROMPTS = [[5, 17, 42, 9, 77, 23, 61, 3, 88, 14, 30, 52, 71], [90, 11, 64, 7, 33]]
@@ -49,6 +49,16 @@ def test_every_kind_that_the_decoder_knows_is_tested():
     """An older transformers lacks some, but 20 are always there."""
     assert len(COVERED) >= 20
     assert {FAMILIES[name]().model_type for name in COVERED} <= COVERED_KINDS.keys()
+
+
+@pytest.mark.parametrize("take_weights", [False, True])
+def test_tokens_of_a_padded_head_that_the_embedding_lacks_are_never_sampled(take_weights):
+    tokens, logits = logits_of_steps(TransformersModel(make_tiny("phi3")))
+    decoder = decoder_of(widen_head(make_tiny("phi3"), 40), take_weights)
+    assert decoder.vocab_size == 101
+    wide_tokens, wide_logits = logits_of_steps(decoder)
+    assert wide_tokens == tokens
+    torch.testing.assert_close(wide_logits, logits, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", COVERED)

@@ -1,7 +1,10 @@
 """Names become models: folders, shapes with random weights, and errors that say what was tried."""
 
+import httpx
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
@@ -101,10 +104,56 @@ def test_what_is_not_there_is_named(tmp_path, folder):
         load_tokenizer(tmp_path)
 
 
+def test_an_empty_name_is_no_folder():
+    """`Path("")` is ".", so the message was about the config of a model that nobody asked for."""
+    for load in (load_model, load_tokenizer):
+        for name in ("", " "):
+            with pytest.raises(ModelNotFoundError, match="the name is empty"):
+                load(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "local"),
+    [
+        (httpx.ConnectError("Name or service not known"), True),
+        (httpx.ReadTimeout("too slow"), True),
+        (OfflineModeIsEnabled(), True),
+        (HfHubHTTPError("401", response=httpx.Response(401, request=httpx.Request("GET", "https://hub"))), False),
+        (HFValidationError("no name"), False),
+        (None, False),
+    ],
+    ids=repr,
+)
+def test_the_hub_is_asked_once_and_without_it_the_cache_alone_is_looked_at(monkeypatch, answer, local):
+    """transformers asks for each file six times: a wrong name without a network took 23 s to fail."""
+    calls = []
+
+    def model_info(self, name, timeout):
+        calls.append((name, timeout))
+        if answer is not None:
+            raise answer
+
+    def from_pretrained(path, *, local_files_only, **options):
+        calls.append(local_files_only)
+        raise OSError("not there")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelNotFoundError, match="not there"):
+        load_model("some/model")
+    assert calls == [("some/model", 5), local]
+
+
+def test_a_folder_is_not_looked_for_on_the_hub(folder, monkeypatch):
+    monkeypatch.setattr(HfApi, "model_info", None)
+    load_model(folder)
+
+
 def test_a_hub_name_that_cannot_be_reached_says_what_was_tried(monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("We couldn't connect to the hub")
 
+    monkeypatch.setattr(loader, "_only_local", lambda path: True)
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
     with pytest.raises(ModelNotFoundError, match=r"hub repository 'some/model'.*couldn't connect"):

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel, T5Config, T5ForConditionalGeneration
 
-from cbatch.errors import ConfigError, UnsupportedModelError
+from cbatch import LLM, SamplingParams
+from cbatch.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from cbatch.models.transformers_model import TransformersModel
-from tests.models.families import make_tiny
+from tests.models.families import make_tiny, widen_head
 from tests.models.paged import PagedRunner, generate_together
 
 IDS = torch.tensor([[5, 17, 42, 9, 77, 23, 61]])
@@ -202,6 +203,22 @@ def test_a_step_may_sample_nothing():
     )
 
 
+def test_tokens_of_a_padded_head_that_the_embedding_lacks_are_never_sampled():
+    """Fed back as the next input, such a token ended the engine and all its requests: vocab_size was the head's."""
+    module, prompts = make_tiny("llama"), [[5, 17, 42], [9]]
+    expected = generate_together(TransformersModel(module), prompts, 8)
+    widen_head(module, 40)
+    assert (plain_logits(module).argmax(-1) >= 101).any(), "they would be"
+    model = TransformersModel(module)
+    assert (model.vocab_size, packed_logits(model).shape[1]) == (101, 101)
+    assert generate_together(model, prompts, 8) == expected
+    with LLM(module, num_blocks=20, max_num_seqs=4) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+        with pytest.raises(InvalidRequestError, match="the vocabulary has 101"):
+            llm.generate([[101]])
+
+
 # Refusals
 
 
@@ -225,6 +242,24 @@ def test_a_model_over_several_devices_is_refused():
     module.lm_head.to("meta")
     with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
         TransformersModel(module)
+    with pytest.raises(UnsupportedModelError, match="on the meta device, where it has a shape and no weights"):
+        TransformersModel(make_tiny("llama").to("meta"))
+
+
+def test_float64_is_refused_as_such_and_not_for_its_rounding():
+    with pytest.raises(UnsupportedModelError, match="computes in float64"):
+        TransformersModel(make_tiny("llama").double())
+
+
+def test_a_forward_that_was_replaced_is_refused_as_such():
+    """A wrapper of `*args` calls the caller's module: run through our copy, it would not even be the copy that runs."""
+    module = make_tiny("llama")
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(UnsupportedModelError, match=r"has been replaced by one that takes \(\*args, \*\*kwargs\)"):
+        TransformersModel(module)
+    del module.forward
+    TransformersModel(module)
 
 
 def test_what_is_no_causal_language_model_is_refused():
