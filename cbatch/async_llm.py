@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cbatch.engine import Engine
 from cbatch.outputs import RequestOutput
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import OutputMaker, PromptLike, check_conversation, check_tokenizer, encode_prompt, render_chat
+from cbatch.text import OutputMaker, PromptLike, check_conversation, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,6 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
-        check_tokenizer(tokenizer)
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
         weakref.finalize(self, Engine.close_soon, self.engine)
 

@@ -32,7 +32,7 @@ import torch
 
 from cbatch import debug, interpreter
 from cbatch.buffers import IOBuffer, eager_bucket
-from cbatch.config import EngineConfig, parse_dtype
+from cbatch.config import EngineConfig
 from cbatch.debug import LoopChecks
 from cbatch.errors import (
     CBatchError,
@@ -49,6 +49,7 @@ from cbatch.kv_cache import KVCache
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
+from cbatch.models.resolve import resolve_model
 from cbatch.request import RequestHandle, Wakers
 from cbatch.runner import Runner
 from cbatch.sampler import NUM_PARAMS, encode
@@ -202,40 +203,7 @@ class Engine:
         """
         begin = time.perf_counter()
         config = EngineConfig.from_options(options)
-        if isinstance(tokenizer, (str, PathLike)):
-            from cbatch.models.loader import load_tokenizer
-
-            tokenizer = load_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
-        if isinstance(model, (str, PathLike)):
-            from cbatch.models.loader import load_model, load_tokenizer
-
-            device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            loaded: Model = load_model(
-                model,
-                dtype=config.dtype,
-                device=device,
-                load_format=config.load_format,
-                trust_remote_code=config.trust_remote_code,
-                seed=config.seed,
-                model_impl=config.model_impl,
-            )
-            if tokenizer is None and config.load_format != "dummy":
-                tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
-        elif isinstance(model, torch.nn.Module):
-            from cbatch.models.transformers_model import TransformersModel
-
-            loaded = TransformersModel(model, device=config.device, dtype=parse_dtype(config.dtype))
-            if config.model_impl == "decoder":  # never unasked: copies do not follow the caller's training
-                from cbatch.models.decoder import Decoder
-
-                loaded = Decoder.from_transformers(loaded, take_weights=False)
-        else:
-            if isinstance(model, type) or not hasattr(model, "kv_specs"):
-                raise ConfigError(f"model is {model!r}, but must be a name, a folder, an nn.Module or a cbatch Model")
-            loaded = model
-            _refuse_other(config, model)
-        if config.load_format != "auto" and not isinstance(model, (str, PathLike)):
-            raise ConfigError(f"load_format is {config.load_format!r}, but the model is in memory already")
+        loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
         engine = cls(loaded, config, tokenizer)
         engine.startup_s = {"model": seconds, **engine.startup_s}
@@ -541,17 +509,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse_other(config: EngineConfig, model: Model) -> None:
-    """A ``Model`` lives where it lives: an option that says otherwise is refused, not ignored."""
-    if config.device is not None and torch.device(config.device).type != model.device.type:
-        raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
-    if config.model_impl != "auto":
-        raise ConfigError(f"model_impl is {config.model_impl!r}, but the model is a cbatch Model already")
-    dtype = parse_dtype(config.dtype)
-    if dtype not in (None, model.dtype):
-        raise ConfigError(f"dtype is {config.dtype!r}, but the model computes in {model.dtype}")
 
 
 def _handle(sequence: Sequence) -> RequestHandle:

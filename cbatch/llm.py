@@ -13,7 +13,7 @@ from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import PromptLike, check_tokenizer, encode_prompt, render_chat
+from cbatch.text import PromptLike, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,6 @@ class LLM:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
-        check_tokenizer(tokenizer)
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
         weakref.finalize(self, Engine.close_soon, self.engine)  # at `del`, and at exit at the latest
 
