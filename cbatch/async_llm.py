@@ -126,7 +126,7 @@ class AsyncLLM:
             while not finished:
                 chunk = await handle.anext_chunk()
                 finished = chunk.finish_reason is not None
-                output = maker.add(chunk.token_ids, chunk.finish_reason, chunk.stop_reason)
+                output = maker.add(chunk.token_ids, chunk.finish_reason, chunk.stop_reason, chunk.text)
                 if output is not None:
                     yield output
         finally:

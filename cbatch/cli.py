@@ -64,6 +64,7 @@ MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer.")
 Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that together have this share.")]
 TopK = Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be given several times.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 
 
@@ -117,13 +118,14 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    stop: Stop = None,
     device: Device = None,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")] = False,
 ) -> None:
     """Generate text for one prompt, shown as it comes, or for many at once."""
-    given = _given(max_tokens, temperature, top_p, top_k, seed)
+    given = _given(max_tokens, temperature, top_p, top_k, seed, stop)
     texts = list(prompts) if prompts else [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
         raise InvalidRequestError("no prompt: give one as an argument, or one a line on stdin")
@@ -372,13 +374,19 @@ def _engine(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Engin
 
 
 def _given(
-    max_tokens: int | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    stop: list[str] | None = None,
 ) -> dict[str, Any]:
     """The sampling parameters that the command line has, checked while no model has been loaded yet."""
     from cbatch.sampling_params import SamplingParams
 
-    fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    fields |= {"seed": seed, "stop": stop or None}
+    given = {name: value for name, value in fields.items() if value is not None}
     SamplingParams(**given)
     return given
 
@@ -419,17 +427,19 @@ def _print_stream(engine: Engine, prompt: list[int], params: SamplingParams) -> 
 
     handle = engine.submit(prompt, params)
     detokenizer = Detokenizer(engine.tokenizer, prompt, params.skip_special_tokens)
-    finish = None
+    answer, finish = "", None
     try:
         while finish is None:
             chunk = handle.next_chunk()
             finish = chunk.finish_reason
-            typer.echo(detokenizer.push(chunk.token_ids, finish), nl=False)
+            text = detokenizer.push(chunk.token_ids, finish) if chunk.text is None else chunk.text
+            typer.echo(text, nl=False)
+            answer += text
             sys.stdout.flush()
     except KeyboardInterrupt:
         handle.abort()
     typer.echo()
-    return detokenizer.text, finish is None
+    return answer, finish is None
 
 
 def _ask(prompt: str) -> str:

@@ -60,6 +60,7 @@ from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX, CpuLane, CudaLane, Lane
+from cbatch.text import TextUntilStop
 from cbatch.timeline import StepTimes, Timeline
 
 _log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class Engine:
             num_usable_blocks=self.scheduler.blocks.num_usable,
             num_groups=len(groups),
             block_size=config.block_size,
+            has_tokenizer=tokenizer is not None,
         )
         self.depth = config.depth
         cuda = model.device.type == "cuda"
@@ -359,6 +361,8 @@ class Engine:
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
+        prompt_ids: list[int] = prompt.tolist()
+        text = TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None
         eos = () if params.ignore_eos else self._eos_token_ids
         with self._lock:
             if self._closing:
@@ -369,7 +373,7 @@ class Engine:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
             seed = int(self._seeds.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
             bits, flags = encode(params, seed)
-            handle = RequestHandle(request_id, prompt.tolist(), params, self.tokenizer, self._ended)
+            handle = RequestHandle(request_id, prompt_ids, params, self.tokenizer, self._ended, text)
             handle.sequence = Sequence(
                 prompt,
                 max_len,

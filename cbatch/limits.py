@@ -22,6 +22,7 @@ class Limits:
     num_usable_blocks: int
     num_groups: int
     block_size: int
+    has_tokenizer: bool = True
 
     def prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> NDArray[np.int32]:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
@@ -59,7 +60,7 @@ class Limits:
         return prompt.astype(np.int32)
 
     def params(self, params: SamplingParams, request_id: str | None) -> SamplingParams:
-        """The parameters themselves, which must suit the vocabulary."""
+        """The parameters themselves, which must suit the vocabulary and the tokenizer."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
@@ -69,6 +70,11 @@ class Limits:
                 raise InvalidRequestError(
                     f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has {self.vocab_size} tokens"
                 )
+        if params.stop and not self.has_tokenizer:
+            raise InvalidRequestError(
+                f"{_name(request_id)}: stop has {params.stop[0]!r}, but there is no tokenizer to make text with: "
+                "use stop_token_ids"
+            )
         return params
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams, request_id: str | None) -> int:

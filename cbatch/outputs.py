@@ -24,7 +24,7 @@ class CompletionOutput:
     The end-of-sequence token, or the stop token, that ended it is in ``token_ids`` and not in ``text``.
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, or None while it runs. ``stop_reason`` is the entry of
-    ``stop_token_ids`` that ended it, None for the model's own end-of-sequence token.
+    ``stop_token_ids`` or the stop string that ended it, None for the model's own end-of-sequence token.
     """
 
     index: int

@@ -1,6 +1,7 @@
 """A running request as its consumer sees it. Any thread may wait on it, read it or abort it; so may an event loop.
 
-The engine's delivery thread pushes tokens in; nothing a consumer does can hold the engine up.
+The engine's delivery thread pushes tokens in, and looks for stop strings where a request has some; nothing a consumer
+does can hold the engine up.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from typing import Any, NamedTuple
 from cbatch.errors import CBatchError
 from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import Detokenizer
+from cbatch.text import Detokenizer, TextUntilStop
 
 
 class Chunk(NamedTuple):
-    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``)."""
+    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``).
+
+    ``text`` is what is to be shown since then, for a request with stop strings; None for others: a ``Detokenizer``
+    makes it of the tokens.
+    """
 
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    text: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -43,6 +49,7 @@ class RequestHandle:
         params: SamplingParams,
         tokenizer: Any,
         on_end: Callable[[RequestHandle, bool], None],
+        text: TextUntilStop | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -51,6 +58,7 @@ class RequestHandle:
         self.sequence: Any = None  # the scheduler's side of it, for the engine
         self._tokenizer = tokenizer
         self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
+        self._text = text  # of a request with stop strings, made as tokens come; the consumers make that of others
         self._token_ids: list[int] = []
         self._num_read = 0
         self._finish_reason: str | None = None
@@ -128,8 +136,8 @@ class RequestHandle:
             if self._error is not None:
                 raise self._error.with_traceback(None)
             token_ids = list(self._token_ids)
-        text = ""
-        if self._tokenizer is not None and self.params.detokenize:
+            text = "" if self._text is None else self._shown(self._text).text
+        if self._text is None and self._tokenizer is not None and self.params.detokenize:
             detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
             text = detokenizer.push(token_ids, self._finish_reason)
         output = CompletionOutput(0, text, token_ids, self._finish_reason, self._stop_reason)
@@ -159,7 +167,14 @@ class RequestHandle:
     def _ready(self) -> bool:
         return self._num_read < len(self._token_ids) or self.finished
 
+    def _shown(self, text: TextUntilStop) -> TextUntilStop:
+        """The text, whole if it was aborted: the end of another comes with its last token."""
+        if self._finish_reason == "abort":
+            text.push((), "abort")
+        return text
+
     def _take(self) -> Chunk:
+        text = None if self._text is None else self._shown(self._text).take()
         tokens = self._token_ids[self._num_read :]
         self._num_read = len(self._token_ids)
         if self._error is not None and not tokens:
@@ -168,7 +183,7 @@ class RequestHandle:
         if self._end_read:
             raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
         self._end_read = self._finish_reason is not None
-        return Chunk(tokens, self._finish_reason, self._stop_reason)
+        return Chunk(tokens, self._finish_reason, self._stop_reason, text)
 
     # ---- the engine's side
 
@@ -183,9 +198,29 @@ class RequestHandle:
             urgent = self.metrics.first_token_time is None
             if urgent:
                 self.metrics.first_token_time = now
-            if finish_reason is not None:
+            if self._text is not None:
+                self._look_for_stop(self._text, token, now, finish_reason)
+            if finish_reason is not None and not self.finished:
                 self._end(finish_reason, stop_reason, None, now, aborted=False)
             self._wake(wakers, urgent)
+
+    def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
+        """End it where the text of this token completes a stop string, or where no text can be made of it.
+
+        A token that ends it by its id does so first. Where the scheduler knows of no end, it hears of an abort.
+        """
+        running, found, error = finish_reason is None, None, None
+        try:
+            found = text.push((token,), finish_reason)
+        except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
+            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+        if self.finished:  # the garbage collector has aborted it meanwhile
+            return
+        if error is not None:
+            self._end(None, None, error, now, aborted=running)
+        elif found is not None and finish_reason != "stop":
+            self._end("stop", found, None, now, aborted=running)
 
     def fail(self, error: CBatchError) -> None:
         """End it with an error that its consumer will raise."""

@@ -38,6 +38,10 @@ class SamplingParams:
         max_tokens: most tokens to generate, at least 1. None: as many as ``max_model_len`` leaves room for.
         ignore_eos: do not stop at the model's end-of-sequence tokens (``stop_token_ids`` still stop).
         stop_token_ids: further tokens that end the answer. The one that did is in ``token_ids``, not in the text.
+        stop: texts that end the answer, each at least one character; one text or a list. They are looked for in the
+            answer only, across tokens. The text ends where the one that came first begins; ``token_ids`` end with the
+            token that completed it. A stream holds back what may still become one. Needs a tokenizer.
+        include_stop_str_in_output: let the text end with the stop string instead of before it.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all. False saves the consumer's time when only tokens are wanted.
         output_kind: what the outputs of a stream hold.
@@ -53,6 +57,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -89,11 +95,16 @@ class SamplingParams:
                 raise InvalidRequestError(f"max_tokens={max_tokens} is out of range: it must be at least 1, or None")
             set_field(self, "max_tokens", max_tokens)
 
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be True or False")
 
         set_field(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+
+        stop = _stop(self.stop)
+        if stop and not self.detokenize:
+            raise InvalidRequestError(f"stop={list(stop)} needs text to look in, so detokenize=False is impossible")
+        set_field(self, "stop", stop)
 
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
@@ -190,3 +201,18 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
         if item < 0:
             raise InvalidRequestError(f"stop_token_ids={list(ids)} holds {item}: a token id is at least 0")
     return ids
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequestError(f"stop={value!r} must be a string or a list of them, not {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, str):
+            raise InvalidRequestError(f"stop={list(value)!r} holds {item!r}: a stop string must be a string")
+        if not item:
+            raise InvalidRequestError(f"stop={list(value)!r} holds an empty string: a stop string has a character")
+    return tuple(value)

@@ -1,5 +1,7 @@
 """Between text and tokens, in the consumer's thread: prompts to ids, chats to prompts, tokens to outputs as they come.
 
+Where a request has stop strings its text is made in the engine's delivery thread, since it decides when it ends.
+
 Knows a transformers tokenizer; knows nothing of engines, requests or models.
 """
 
@@ -146,6 +148,99 @@ class Detokenizer:
         return text
 
 
+class TextUntilStop:
+    """Makes text of one request's tokens up to the first of its stop strings, and says when that has come.
+
+    What has been shown holds no character of a stop string: what may still become one is held back until it is
+    decided, or until the end. Of stop strings that end at the same character, the one listed first counts.
+
+    Not for two threads at once. Beside the detokenizer's cost, some 0.3 µs for each character and stop string.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        assert isinstance(params.stop, tuple)
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._matchers = [_Matcher(stop) for stop in params.stop]
+        self._include = params.include_stop_str_in_output
+        self._held = ""
+        self._parts: list[str] = []
+        self._num_taken = 0  # parts, in `take`
+        self._over = False
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown so far."""
+        return "".join(self._parts)
+
+    def take(self) -> str:
+        """What of it came since the last call."""
+        new = self._parts[self._num_taken :]
+        self._num_taken = len(self._parts)
+        return "".join(new)
+
+    def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> str | None:
+        """Takes the next tokens, as ``Detokenizer.push`` does; returns the stop string if they complete one.
+
+        After the end, which is a stop string or ``finish_reason``, it takes nothing more.
+        """
+        if self._over:
+            return None
+        delta = self._detokenizer.push(token_ids, finish_reason)
+        self._over = finish_reason is not None
+        text = self._held + delta
+        found, end = self._find(delta)
+        if found is not None:
+            self._over, self._held = True, ""
+            end += len(text) - len(delta) - (0 if self._include else len(found))
+        elif self._over or self._include:
+            self._held, end = "", len(text)
+        else:
+            end = len(text) - max(matcher.matched for matcher in self._matchers)
+            self._held = text[end:]
+        if end:
+            self._parts.append(text[:end])
+        return found
+
+    def _find(self, delta: str) -> tuple[str | None, int]:
+        """The stop string that ends first in what comes, and where it ends there."""
+        for end, char in enumerate(delta, 1):
+            # A list, not a generator: all of them must take the character.
+            if complete := [matcher.stop for matcher in self._matchers if matcher.add(char)]:
+                return complete[0], end
+        return None, 0
+
+
+class _Matcher:
+    """How much of a stop string the text ends with, told character by character: the search of Knuth, Morris, Pratt.
+
+    Its state is what must be held back, and no text makes it slow.
+    """
+
+    __slots__ = ("_borders", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        # Of each prefix, the length of the longest shorter one that it ends with: what is left when it fails to go on.
+        self._borders = [0]
+        for char in stop[1:]:
+            self.add(char)
+            self._borders.append(self.matched)
+        self.matched = 0
+
+    def add(self, char: str) -> bool:
+        """One more character of the text; whether a stop string ends with it. Not to be called after that."""
+        stop, matched = self.stop, self.matched
+        while matched and stop[matched] != char:
+            matched = self._borders[matched - 1]
+        if stop[matched] == char:
+            matched += 1
+        self.matched = matched
+        return matched == len(stop)
+
+
 class OutputMaker:
     """Turns what one request brings, chunk by chunk, into ``RequestOutput``s of the kind that it asked for."""
 
@@ -163,21 +258,32 @@ class OutputMaker:
         self._kind = params.output_kind
         self._token_ids: list[int] = []
         self._detokenizer = None
-        if tokenizer is not None and params.detokenize:
+        if tokenizer is not None and params.detokenize and not params.stop:
             self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._parts: list[str] = []
 
     def add(
-        self, token_ids: Sequence[int], finish_reason: str | None = None, stop_reason: int | str | None = None
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        text: str | None = None,
     ) -> RequestOutput | None:
-        """The output after these tokens; None where only the last output was asked for and this is not it."""
-        text = self._detokenizer.push(token_ids, finish_reason) if self._detokenizer else ""
+        """The output after these tokens; None where only the last output was asked for and this is not it.
+
+        ``text`` is that of the tokens where it is made already, as that of a request with stop strings is.
+        """
+        if text is None:
+            text = self._detokenizer.push(token_ids, finish_reason) if self._detokenizer else ""
         if self._kind is RequestOutputKind.DELTA:
             tokens = list(token_ids)
         else:
             self._token_ids += token_ids
+            self._parts.append(text)
             if self._kind is RequestOutputKind.FINAL_ONLY and finish_reason is None:
                 return None
-            text = self._detokenizer.text if self._detokenizer else ""
+            text = "".join(self._parts)
+            self._parts = [text]
             tokens = self._token_ids.copy()
         completion = CompletionOutput(0, text, tokens, finish_reason, stop_reason)
         finished = finish_reason is not None

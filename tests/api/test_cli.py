@@ -53,6 +53,17 @@ def test_help_of_every_command(run, command):
     assert "Usage:" in run(*command, "--help").stdout
 
 
+def test_generate_ends_before_a_stop_string(run, tiny_model):
+    options = ("--model", tiny_model, "--max-tokens", 30, "--temperature", 0)
+    text = run("generate", "hello", *options).stdout.removesuffix("\n")
+    stop = text[5:8]
+    before = text[: text.index(stop)]
+    assert run("generate", "hello", *options, "--stop", "never!", "--stop", stop).stdout == before + "\n"
+    answer = json.loads(run("generate", "hello", *options, "--stop", stop, "--json").stdout)
+    assert (answer["text"], answer["finish_reason"]) == (before, "stop")
+    assert one_line(run("generate", "hello", *options, "--stop", ""))
+
+
 def test_generate_prints_one_answer_as_it_comes(run, tiny_model):
     options = ("--model", tiny_model, "--max-tokens", 5, "--temperature", 0)
     answer = run("generate", "hello", *options)

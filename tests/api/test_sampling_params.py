@@ -58,6 +58,14 @@ def test_defaults_are_vllms():
         ("stop_token_ids", [True]),
         ("stop_token_ids", "12"),
         ("stop_token_ids", 7),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [b"a"]),
+        ("stop", [1]),
+        ("stop", b"a"),
+        ("stop", {"a"}),
+        ("stop", 7),
+        ("include_stop_str_in_output", 1),
         ("output_kind", 1),
         ("output_kind", "DELTA"),
     ],
@@ -67,7 +75,7 @@ def test_bad_value_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["n", "min_p", "presence_penalty", "stop", "logprobs", "tempreature"])
+@pytest.mark.parametrize("name", ["n", "min_p", "presence_penalty", "min_tokens", "logprobs", "tempreature"])
 def test_parameter_that_is_not_supported_is_refused_by_name(name):
     """Accepted and ignored would be a wrong answer in silence."""
     with pytest.raises(TypeError, match=name):
@@ -93,7 +101,15 @@ def test_ways_to_say_nothing():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    assert SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
     assert SamplingParams(max_tokens=None).max_tokens is None
+
+
+def test_stop_strings_are_a_tuple_and_one_string_is_one_of_them():
+    assert SamplingParams(stop="END").stop == SamplingParams(stop=["END"]).stop == ("END",)
+    assert hash(SamplingParams(stop=["b", "a"])) == hash(SamplingParams(stop=("b", "a")))
+    with pytest.raises(InvalidRequestError, match=r"stop=\['END'\].*detokenize=False"):
+        SamplingParams(stop="END", detokenize=False)
 
 
 def test_edges_are_inside():
