@@ -108,7 +108,7 @@ def main() -> int:
         "ratio": ratio,
         "matching_sequences": same,
         "environment": environment(args.device),
-        "cbatch": ours,
+        "cbatch": {**ours, "model": args.model},
         "transformers": theirs,
     }
     if args.json:
