@@ -110,14 +110,20 @@ class Engine:
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.startup_s["memory"] = time.perf_counter() - begin
-        self.scheduler = Scheduler(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            num_groups=len(groups),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-        )
+        try:
+            self.scheduler = Scheduler(
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                num_groups=len(groups),
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
+                f"do not fit: {error}"
+            ) from error
         self._limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,

@@ -621,3 +621,12 @@ def test_what_is_no_model_is_refused(model: object) -> None:
 def test_pool_that_does_not_fit_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         Engine(CountingModel(), EngineConfig(max_num_seqs=1, num_blocks=2**30, block_size=4096))
+
+
+def test_tables_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(**_: object) -> None:
+        raise MemoryError("Unable to allocate 256 GiB")
+
+    monkeypatch.setattr("cbatch.engine.Scheduler", too_large)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=3 rows for max_model_len=128 tokens.*256 GiB"):
+        Engine(CountingModel(), EngineConfig(max_num_seqs=3, num_blocks=9))
