@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 import queue
 import threading
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 
 from cbatch import debug, interpreter
-from cbatch.buffers import IOBuffer, eager_bucket
+from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
 from cbatch.debug import LoopChecks
 from cbatch.errors import (
@@ -41,29 +40,24 @@ from cbatch.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
-    UnsupportedModelError,
 )
-from cbatch.graphs import Buckets, CaptureError, GraphSet
-from cbatch.kernels.attention import make_backend
-from cbatch.kv_cache import KVCache
+from cbatch.executor import Executor, suitable_backend
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
 from cbatch.request import RequestHandle, Wakers
-from cbatch.runner import Runner
-from cbatch.sampler import NUM_PARAMS, encode
+from cbatch.sampler import encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
-from cbatch.scheduler.plan import Bucket, Landed, StepPlan, StepShape
+from cbatch.scheduler.plan import Landed, StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.stats import StepClock
-from cbatch.streams import THREAD_PREFIX, CpuLane, CudaLane, Lane
+from cbatch.streams import THREAD_PREFIX
 from cbatch.text import TextUntilStop
 from cbatch.timeline import StepTimes, Timeline
 
-_log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -97,16 +91,7 @@ class Engine:
         self._generation_config = model.generation_config
         self._eos_token_ids = model.eos_token_ids
         groups = group_layers(model.kv_specs)
-        try:
-            backend = make_backend(config.attention, model.device)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(str(error)) from error
-        head_dim = max(max(group.spec.k_head_dim, group.spec.v_head_dim) for group in groups)
-        if head_dim > backend.max_head_dim:
-            raise UnsupportedModelError(
-                f"{model.name}: heads of {head_dim}, but the kernels take up to {backend.max_head_dim}; "
-                'attention="torch" takes any, slowly'
-            )
+        backend = suitable_backend(config, model, groups)
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.startup_s["memory"] = time.perf_counter() - begin
@@ -132,38 +117,11 @@ class Engine:
             block_size=config.block_size,
             has_tokenizer=tokenizer is not None,
         )
-        self.depth = config.depth
-        cuda = model.device.type == "cuda"
-        graphed = cuda and not config.enforce_eager and model.capturable and backend.capturable
-        shape = StepShape(len(groups), config.block_size, NUM_PARAMS)
-        limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
-        buckets = Buckets(limit.num_tokens, limit.num_rows)
-        choose = buckets.choose if graphed else eager_bucket(limit)
-        self._buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(self.depth)]
-        self._graphs: GraphSet | None = None
-        self._runner = Runner(
-            model,
-            KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
-            backend,
-            num_groups=len(groups),
-            max_num_seqs=config.max_num_seqs,
-            max_blocks_per_seq=self.scheduler.tables.max_blocks_per_seq,
-        )
         begin = time.perf_counter()
-        if cuda:
-            lane = CudaLane(self._buffers, model.device)
-            if graphed:
-                try:
-                    self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
-                except CaptureError as error:
-                    _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
-            self._lane: Lane = lane
-        else:
-            self._lane = CpuLane(self._buffers)
-        self._compute = self._graphs.launch if self._graphs else self._runner.run
-        self._num_graphs = len(self._graphs) if self._graphs else 0
-        self._graph_mib = self._graphs.num_bytes / 2**20 if self._graphs else 0.0
-        self._graph_mib_per_bucket = self._graphs.bytes_per_bucket / 2**20 if self._graphs else 0.0
+        self._executor = Executor(model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq)
+        self._buffers, self._lane = self._executor.buffers, self._executor.lane
+        self._graph_facts = self._executor.graph_facts()
+        self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
         self._timeline: Timeline | None = None
@@ -187,7 +145,7 @@ class Engine:
         self._outbox: queue.SimpleQueue[tuple[Landed, float] | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
-        if cuda:  # on the CPU a step is longer than any collection
+        if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
             begin = time.perf_counter()
             interpreter.hold()
             self.startup_s["interpreter"] = time.perf_counter() - begin
@@ -269,7 +227,7 @@ class Engine:
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, partial(self._compute, io, plan), marks)
+        self._lane.launch(io, partial(self._executor.compute, io, plan), marks)
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
     def land(self, step: Step) -> Landed:
@@ -453,9 +411,7 @@ class Engine:
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
-            "num_graphs": self._num_graphs,
-            "graph_mib": self._graph_mib,
-            "graph_mib_per_bucket": self._graph_mib_per_bucket,
+            **self._graph_facts,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
             **self._clock.summary(),
@@ -506,7 +462,7 @@ class Engine:
     def _free(self) -> None:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
         _open_engines.discard(self)
-        for name in ("model", "_runner", "_buffers", "_graphs", "_compute"):
+        for name in ("model", "_executor", "_buffers"):
             self.__dict__.pop(name, None)
         self._in_flight.clear()
         if self._error is not None:  # its frames hold the step that failed, and so weights and pages

@@ -1,0 +1,93 @@
+"""Builds what a step runs on, and owns it: buffers, pages, the runner, the lane, and the graphs where there are some.
+
+Knows a model and a config; knows no request, and nothing of when a step is launched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from cbatch.buffers import IOBuffer, eager_bucket
+from cbatch.config import EngineConfig
+from cbatch.errors import ConfigError, UnsupportedModelError
+from cbatch.graphs import Buckets, CaptureError, GraphSet
+from cbatch.kernels.attention import AttentionBackend, make_backend
+from cbatch.kv_cache import KVCache
+from cbatch.models.base import Model
+from cbatch.runner import Runner
+from cbatch.sampler import NUM_PARAMS
+from cbatch.scheduler.kv_spec import KVGroup
+from cbatch.scheduler.plan import Bucket, StepPlan, StepShape
+from cbatch.streams import CpuLane, CudaLane, Lane
+
+_log = logging.getLogger(__name__)
+
+
+def suitable_backend(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> AttentionBackend:
+    """The attention that was asked for. Raises ConfigError or UnsupportedModelError where it cannot serve the model."""
+    try:
+        backend = make_backend(config.attention, model.device)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+    head_dim = max(max(group.spec.k_head_dim, group.spec.v_head_dim) for group in groups)
+    if head_dim > backend.max_head_dim:
+        raise UnsupportedModelError(
+            f"{model.name}: heads of {head_dim}, but the kernels take up to {backend.max_head_dim}; "
+            'attention="torch" takes any, slowly'
+        )
+    return backend
+
+
+class Executor:
+    """``compute(io, plan)`` runs one step of a buffer; a replay, or kernel by kernel. Captures when it is made."""
+
+    compute: Callable[[IOBuffer, StepPlan], None]
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        groups: tuple[KVGroup, ...],
+        backend: AttentionBackend,
+        max_blocks_per_seq: int,
+    ) -> None:
+        """``config`` is resolved, ``num_blocks`` included. Takes all memory of the engine."""
+        assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
+        cuda = model.device.type == "cuda"
+        graphed = cuda and not config.enforce_eager and model.capturable and backend.capturable
+        shape = StepShape(len(groups), config.block_size, NUM_PARAMS)
+        limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
+        buckets = Buckets(limit.num_tokens, limit.num_rows)
+        choose = buckets.choose if graphed else eager_bucket(limit)
+        self.buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(config.depth)]
+        self._runner = Runner(
+            model,
+            KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
+            backend,
+            num_groups=len(groups),
+            max_num_seqs=config.max_num_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+        )
+        self._graphs: GraphSet | None = None
+        self.lane: Lane
+        if cuda:
+            self.lane = lane = CudaLane(self.buffers, model.device)
+            if graphed:
+                try:
+                    self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
+                except CaptureError as error:
+                    _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
+        else:
+            self.lane = CpuLane(self.buffers)
+        self.compute = self._graphs.launch if self._graphs else self._runner.run
+
+    def graph_facts(self) -> dict[str, Any]:
+        """How many graphs there are, what they take together (MiB), and what one more bucket costs."""
+        graphs = self._graphs
+        return {
+            "num_graphs": len(graphs) if graphs else 0,
+            "graph_mib": graphs.num_bytes / 2**20 if graphs else 0.0,
+            "graph_mib_per_bucket": graphs.bytes_per_bucket / 2**20 if graphs else 0.0,
+        }
