@@ -32,7 +32,6 @@ import torch
 from cbatch import debug, interpreter
 from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
-from cbatch.debug import LoopChecks
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -125,7 +124,7 @@ class Engine:
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
         self._timeline: Timeline | None = None
-        self._checks = LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
+        self._checks = debug.LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
@@ -341,7 +340,7 @@ class Engine:
             handle.sequence = Sequence(
                 prompt,
                 max_len,
-                stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+                stop_token_ids=(*eos, *params.stop_token_ids),
                 sampling_bits=bits,
                 flags=flags,
                 payload=handle,

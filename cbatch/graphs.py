@@ -85,9 +85,8 @@ class GraphSet:
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._sampled = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
-        self._logits: torch.Tensor | None = (
-            None  # [max_num_seqs, vocab_size], for ``redraw``; made by the first warm-up
-        )
+        # [max_num_seqs, vocab_size], for ``redraw``; made by the first warm-up.
+        self._logits: torch.Tensor | None = None
         self._pool = torch.cuda.graph_pool_handle()
         self._redraw_pool = torch.cuda.graph_pool_handle()
         self._steps: dict[Bucket, _Step] = {}

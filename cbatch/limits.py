@@ -88,8 +88,7 @@ class Limits:
         # The last token is sampled and never fed, so it needs no room in the cache.
         room = self.num_usable_blocks // self.num_groups * self.block_size + 1
         if params.max_tokens is None:
-            limit = min(limit, max(room, num_prompt_tokens + 1))
-            max_len = limit
+            max_len = min(limit, max(room, num_prompt_tokens + 1))
         else:
             max_len = min(num_prompt_tokens + params.max_tokens, limit)
         if max_len > room:

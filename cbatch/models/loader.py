@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import initialization as init
 
-from cbatch.config import find_device
+from cbatch.config import find_device, parse_dtype
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
 from cbatch.models.decoder import Decoder, DecoderMismatch
@@ -29,7 +29,6 @@ from cbatch.models.transformers_model import TransformersModel
 _log = logging.getLogger(__name__)
 DEMO = "smollm2-135m"
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def shape_names() -> tuple[str, ...]:
@@ -129,12 +128,8 @@ def _find_config(name: str) -> str:
 
 def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
     """None stands for the checkpoint's own."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    resolved = _DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
-        raise ConfigError(f"dtype={dtype!r} is not one of 'auto', {', '.join(map(repr, _DTYPES))}")
-    return resolved
+    parsed = parse_dtype(dtype)
+    return torch.float32 if parsed is None and device.type == "cpu" else parsed
 
 
 def _only_local(path: str) -> bool:

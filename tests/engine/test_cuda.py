@@ -70,12 +70,13 @@ def test_delayed_streams_change_no_token(counting_engine: Start, stream: str) ->
 def test_nothing_synchronises_but_the_landing() -> None:
     """CUDA calls that wait on their own (a copy from pageable memory, ``.item()``) raise in this mode."""
     for eager in (True, False):
-        _check_that_nothing_synchronises(enforce_eager=eager)
+        check_that_nothing_synchronises("llama", enforce_eager=eager)
 
 
-def _check_that_nothing_synchronises(**options: Any) -> None:
-    small = {"max_num_seqs": 8, "block_size": 16, "num_blocks": 64, **options}
-    with Engine.from_model(make_tiny("llama", device="cuda"), **small) as engine:
+def check_that_nothing_synchronises(family: str, *, enforce_eager: bool, **options: Any) -> None:
+    small = {"max_num_seqs": 8, "block_size": 16, "num_blocks": 64, "enforce_eager": enforce_eager, **options}
+    with Engine.from_model(make_tiny(family, device="cuda"), **small) as engine:
+        assert (engine.stats()["num_graphs"] > 0) is not enforce_eager
         warm = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
         first = [h.result(60).outputs[0].token_ids for h in warm]
         with warnings.catch_warnings():

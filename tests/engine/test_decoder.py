@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from cbatch.engine import Engine
 from cbatch.sampling_params import SamplingParams
+from tests.engine.test_cuda import check_that_nothing_synchronises
 from tests.models.families import make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -23,19 +22,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_a_step_never_waits_for_the_device(family: str, enforce_eager: bool) -> None:
     """CUDA calls that wait on their own (a copy from pageable memory, ``.item()``) raise in this mode."""
-    options = {"max_num_seqs": 8, "block_size": 16, "num_blocks": 64, "enforce_eager": enforce_eager}
-    with Engine.from_model(make_tiny(family, device="cuda"), model_impl="decoder", **options) as engine:
-        assert (engine.stats()["num_graphs"] > 0) is not enforce_eager
-        warm = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
-        first = [h.result(60).outputs[0].token_ids for h in warm]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            again = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
-            assert [h.result(60).outputs[0].token_ids for h in again] == first
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    check_that_nothing_synchronises(family, enforce_eager=enforce_eager, model_impl="decoder")
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -6,24 +6,10 @@ process of its own. In this process the CPU cases are skipped.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-TARGETS = [
-    pytest.param("cpu", torch.float32, marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
-    pytest.param("cuda", torch.float32, marks=[pytest.mark.gpu, CUDA]),
-    pytest.param("cuda", torch.bfloat16, marks=[pytest.mark.gpu, CUDA]),
-    pytest.param("cuda", torch.float16, marks=[pytest.mark.gpu, CUDA]),
-]
-targets = pytest.mark.parametrize("device, dtype", TARGETS)
+from tests.kernels.targets import INTERPRETED, run_under_the_interpreter, targets
 
 
 @pytest.fixture
@@ -104,7 +90,6 @@ def test_inputs_may_be_slices_of_a_fused_projection(paged_step, assert_near, bac
 
 
 @pytest.mark.gpu
-@CUDA
 @pytest.mark.parametrize("window", [0, 4096])
 def test_long_contexts_on_cuda(paged_step, assert_near, backend_on, window):
     step = paged_step(
@@ -121,7 +106,6 @@ def test_long_contexts_on_cuda(paged_step, assert_near, backend_on, window):
 
 
 @pytest.mark.gpu
-@CUDA
 def test_blocks_beyond_2_to_the_31_elements(paged_step, backend_on):
     """The same step in the lowest and in the highest blocks of a pool of 4.3 billion elements: bit for bit equal."""
     step = paged_step([(1, 200), (1, 64), (40, 100)], block_size=64, head_dim=64, dtype=torch.bfloat16, device="cuda")
@@ -142,7 +126,6 @@ def test_blocks_beyond_2_to_the_31_elements(paged_step, backend_on):
 
 
 @pytest.mark.gpu
-@CUDA
 def test_a_decode_step_can_be_captured_and_replayed_with_longer_contexts(paged_step, assert_near, backend_on):
     """Grids come from host ints alone: a graph captured at one length is right at another that the device holds."""
     step = paged_step([(1, 700), (1, 130), (1, 0)], head_dim=64, block_size=64, device="cuda")
@@ -167,22 +150,5 @@ def test_a_device_without_kernels_is_refused(backend_on):
         backend_on("cpu")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="already there")
 def test_under_the_interpreter():
-    try:
-        triton = tuple(int(part) for part in version("triton").split(".")[:2])
-    except PackageNotFoundError:
-        pytest.skip("Triton is not installed")
-    if triton < (3, 7):
-        pytest.skip("Triton 3.6's interpreter does not run on numpy 2.4 (its compiler does)")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(root),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_under_the_interpreter(__file__)

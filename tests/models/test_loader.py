@@ -178,7 +178,7 @@ def test_a_config_of_another_kind_of_model_is_refused(tmp_path):
 
 
 def test_options_out_of_range_are_refused(folder):
-    with pytest.raises(ConfigError, match="'int8' is not one of 'auto', 'float32'"):
+    with pytest.raises(ConfigError, match="dtype is 'int8', but must be one of auto, float32"):
         load_model(folder, dtype="int8")
     with pytest.raises(ConfigError, match="load_format='fast'"):
         load_model(folder, load_format="fast")
