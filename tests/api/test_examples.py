@@ -9,11 +9,11 @@ import sys
 
 import httpx
 import pytest
-import uvicorn
 
 from tests.api.programs import ROOT, run_program
 
 EXAMPLES = ROOT / "examples"
+uvicorn = pytest.importorskip("uvicorn", reason="an extra")
 
 
 def test_every_example_is_run_here():
