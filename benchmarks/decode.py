@@ -1,12 +1,14 @@
 """Steady decode on one GPU: the step's time, activity both ways, host time, and the share of the memory roofline.
 
-    python -m benchmarks.decode [--shapes llama-8b llama-1b smollm2-shape] [--contexts 160 4096] [--json FILE]
+    python -m benchmarks.decode [--shapes llama-8b llama-1b] [--contexts 160 4096] [--batches 32] [--json FILE]
+    python -m benchmarks.decode --shapes llama-8b --contexts 1024 --batches 1 8 32 33 64 128 256 --schedules async
 
-Random bf16 weights, 32 requests, greedy, to fixed lengths. For each shape, context and schedule: a window of steps in
-which all requests decode, first timed by the engine's own events, then recorded by the CUDA profiler for
+Random bf16 weights, greedy, prompts of random ids. One engine a shape and schedule serves all contexts and batches, one
+after the other, with room for the longest context and 2,048 tokens more. For each, a window of steps in which exactly
+so many requests decode: first timed by the engine's own events, then recorded by the CUDA profiler for
 ``activity_cupti_pct`` and what a step launches. The roofline share is (weight bytes + KV bytes of the live context)
-over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. The last line is
-JSON.
+over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches 32
+and 33 are both there, so is the ratio of their steps. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,38 +17,19 @@ import argparse
 import json
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks.common import make_parser, needs_gpu, read_bandwidth, save
 from cbatch.bench import environment, random_prompts
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 
-GIB = 1 << 30
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that a sum over 2 GiB reads: median of 20 replays of a graph."""
-    data = torch.empty(2 * GIB // 8, dtype=torch.int64, device="cuda").random_()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        data.sum()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            data.sum()
-        times = []
-        for _ in range(23):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return 2 * GIB / (sorted(times[3:])[10] * 1e-3)
+ROOM = 2048  # tokens that a request may grow while others are still at their prompts, and in its window
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
@@ -57,21 +40,33 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return total if tied else total - table.numel() * table.element_size()
 
 
+def wait_until(engine: Engine, done: Callable[[], bool]) -> None:
+    """Look every 2 ms. Raises what the engine died of if it does."""
+    while not done():
+        if not engine.is_healthy:
+            engine.submit([0])
+        time.sleep(0.002)
+
+
 def decoding(engine: Engine, handles: list[RequestHandle]) -> None:
     """Wait until every request has its first token, and a little longer."""
-    while any(handle.metrics.first_token_time is None for handle in handles):
-        time.sleep(0.002)
+    wait_until(engine, lambda: all(handle.metrics.first_token_time is not None for handle in handles))
     time.sleep(0.05)
 
 
+def idle(engine: Engine) -> None:
+    """Wait until nothing runs."""
+    wait_until(engine, lambda: not (engine.stats()["num_running"] or engine.stats()["num_waiting"]))
+
+
 def steps_from_now(engine: Engine, count: int) -> None:
-    start = engine.stats()["steps"]
-    while engine.stats()["steps"] < start + count:
-        time.sleep(0.001)
+    """Wait for so many steps, or until nothing runs any more."""
+    end = engine.stats()["steps"] + count
+    wait_until(engine, lambda: engine.stats()["steps"] >= end or not engine.stats()["num_running"])
 
 
 def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
-    """What the CUDA profiler saw: share of the window in kernels or copies, and what a step launches."""
+    """What the CUDA profiler saw: share of the window in kernels or copies, and what a step launches. Or nothing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         before = engine.stats()["steps"]
         steps_from_now(engine, num_steps)
@@ -89,6 +84,8 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
                 num_kernels += 1
         elif event.name().startswith(("cuda", "cu")):
             calls[event.name()] += 1
+    if not (kernels and seen):
+        return {}
     kernels.sort()
     busy, end = 0, kernels[0][0]
     for start, stop in kernels:
@@ -103,41 +100,47 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
     }
 
 
-def measure(model: Any, schedule: str, context: int, args: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
-    """One window of decode steps that starts at about ``context`` tokens a request."""
-    options = {"max_num_seqs": args.num_requests, "max_model_len": context + 2048, "schedule": schedule}
-    if args.depth and schedule == "async":
-        options["depth"] = args.depth
-    start = time.perf_counter()
-    with Engine.from_model(model, **options) as engine:
-        ready_s = time.perf_counter() - start
-        prompts = random_prompts(args.num_requests, context - 32, model.vocab_size, 0)
-        params = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True, detokenize=False)
-        handles = [engine.submit(prompt, params) for prompt in prompts]
-        decoding(engine, handles)
-        engine.reset_stats()
-        first = engine.stats()["num_output_tokens"]
-        begin = time.perf_counter()
-        steps_from_now(engine, args.steps)
-        stats = engine.stats()
-        seconds = time.perf_counter() - begin
-        generated = sum(len(h._token_ids) for h in handles) / len(handles)
-        mean_context = context - 32 + generated - stats["steps"] / 2
-        profiled = profile(engine, args.profiled_steps) if args.profiled_steps else {}
-        for handle in handles:
-            handle.abort()
-        kv = 2 * sum(s.num_kv_heads * s.k_head_dim for s in model.kv_specs) * model.dtype.itemsize
+def measure(
+    engine: Engine, context: int, batch: int, args: argparse.Namespace, bandwidth: float
+) -> dict[str, Any] | None:
+    """One window of decode steps of ``batch`` requests that starts at about ``context`` tokens each.
+
+    None if not all of them decoded all the time: there is no memory for them, or their tokens did not last.
+    """
+    model: Any = engine.model
+    params = SamplingParams(temperature=0.0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
+    preemptions = engine.stats()["num_preemptions"]
+    handles = [engine.submit(prompt, params) for prompt in random_prompts(batch, context - 32, model.vocab_size, 0)]
+    decoding(engine, handles)
+    engine.reset_stats()
+    first = engine.stats()["num_output_tokens"]
+    begin = time.perf_counter()
+    steps_from_now(engine, args.steps)
+    stats = engine.stats()
+    seconds = time.perf_counter() - begin
+    generated = sum(len(h._token_ids) for h in handles) / len(handles)
+    mean_context = context - 32 + generated - stats["steps"] / 2
+    profiled = profile(engine, args.profiled_steps) if args.profiled_steps else {}
+    after = engine.stats()
+    for handle in handles:
+        handle.abort()
+    idle(engine)
+    if after["num_running"] != batch or after["num_preemptions"] != preemptions:
+        return None
+    kv = 2 * sum(s.num_kv_heads * s.k_head_dim for s in model.kv_specs) * model.dtype.itemsize
     weights = getattr(model, "num_weight_bytes", None) or weight_bytes(model._module)
-    needed = weights + kv * args.num_requests * mean_context
+    needed = weights + kv * batch * mean_context
     step_ms = stats["ms_per_step_p50"]
     names = ("steps", "activity_pct", "ms_per_step_p50", "ms_per_step_p99", "num_graphs")
     host = {name: value for name, value in stats.items() if name.startswith("host_us")}
     return {
         "model": model.name,
         "model_impl": type(model).__name__,
-        "schedule": schedule,
+        "schedule": engine.config.schedule,
         "depth": engine.config.depth,
-        "num_requests": args.num_requests,
+        "max_model_len": engine.config.max_model_len,
+        "num_requests": batch,
+        "context": context,
         "mean_context": round(mean_context),
         **{name: stats[name] for name in names},
         **host,
@@ -145,45 +148,80 @@ def measure(model: Any, schedule: str, context: int, args: argparse.Namespace, b
         "roofline_ms": needed / bandwidth * 1e3,
         "roofline_share_pct": 100 * needed / bandwidth / (step_ms * 1e-3),
         **profiled,
-        "engine_ready_s": ready_s,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[160])
-    parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--profiled-steps", type=int, default=20)
-    parser.add_argument("--depth", type=int)
-    parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers", "decoder"])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-
-    bandwidth = read_bandwidth()
-    print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s", flush=True)
-    runs = []
-    for shape in args.shapes:
-        model: Any = load_model(shape, dtype="bfloat16", device="cuda", load_format="dummy", model_impl=args.model_impl)
+def windows(model: Any, schedule: str, args: argparse.Namespace, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """All windows of one engine, printed as they come."""
+    options = {"max_num_seqs": max(args.batches), "max_model_len": max(args.contexts) + ROOM, "schedule": schedule}
+    if args.depth and schedule == "async":
+        options["depth"] = args.depth
+    start = time.perf_counter()
+    with Engine.from_model(model, **options) as engine:
+        ready_s = time.perf_counter() - start
         for context in args.contexts:
-            for schedule in args.schedules:
-                run = measure(model, schedule, context, args, bandwidth)
-                runs.append(run)
+            for batch in args.batches:
+                run = measure(engine, context, batch, args, bandwidth)
+                if run is None:
+                    what = f"{model.name:14} context {context:5} batch {batch:3} {schedule:5}"
+                    print(f"{what} left out: not all decoded throughout", flush=True)
+                    continue
                 print(
-                    f"{shape:14} context {run['mean_context']:5} {schedule:5} {run['ms_per_step_p50']:7.3f} ms/step "
+                    f"{model.name:14} context {run['mean_context']:5} batch {batch:3} {schedule:5} "
+                    f"{run['ms_per_step_p50']:7.3f} ms/step {run['output_tokens_per_s']:7.0f} tokens/s "
                     f"activity {run['activity_pct']:6.2f}% cupti {run.get('activity_cupti_pct', 0):5.1f}% "
                     f"kernels {run.get('kernels_per_step', 0):6.0f} host µs {run['host_us_per_step_p50']:6.0f} "
                     f"{run['host_us_per_step_p99']:6.0f} {run['host_us_per_step_p999']:6.0f} "
                     f"roofline {run['roofline_share_pct']:4.1f}%",
                     flush=True,
                 )
+                yield {**run, "engine_ready_s": ready_s}
+
+
+def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the 33rd request costs: the step at 33 over the step at 32, wherever both were measured."""
+    step_ms = {
+        (run["model"], run["schedule"], run["context"], run["num_requests"]): run["ms_per_step_p50"] for run in runs
+    }
+    found = []
+    for (model, schedule, context, batch), ms in step_ms.items():
+        if batch == 33 and (beside := step_ms.get((model, schedule, context, 32))):
+            found.append({"model": model, "schedule": schedule, "context": context, "step_33_over_32": ms / beside})
+            print(
+                f"{model:14} context {context:5} {schedule:5} step of 33 over step of 32: {ms / beside:.3f}", flush=True
+            )
+    return found
+
+
+def main() -> None:
+    parser = make_parser("decode", __doc__)
+    parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[160])
+    parser.add_argument("--batches", nargs="+", type=int, default=[32], help="numbers of requests that decode together")
+    parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profiled-steps", type=int, default=20)
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers", "decoder"])
+    args = parser.parse_args()
+    needs_gpu(parser)
+
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s", flush=True)
+    if args.profiled_steps:  # its first use takes a second, which no window should wait for
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+            torch.zeros(1, device="cuda")
+    report: dict[str, Any] = {"environment": environment("cuda"), "read_bandwidth_TBps": bandwidth / 1e12, "runs": []}
+    for shape in args.shapes:
+        model: Any = load_model(shape, dtype="bfloat16", device="cuda", load_format="dummy", model_impl=args.model_impl)
+        for schedule in args.schedules:
+            for run in windows(model, schedule, args, bandwidth):
+                report["runs"].append(run)
+                save(args.json, report)
         del model
         torch.cuda.empty_cache()
-    report = {"environment": environment("cuda"), "read_bandwidth_TBps": bandwidth / 1e12, "runs": runs}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    report["ratios"] = ratios(report["runs"])
+    save(args.json, report)
     print(json.dumps(report))
 
 

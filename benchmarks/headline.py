@@ -9,11 +9,10 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import make_parser, needs_gpu, save
 from cbatch.bench import environment, random_prompts, run_throughput, warm_up
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
@@ -21,19 +20,19 @@ from cbatch.sampling_params import SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("headline", __doc__)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=8192)
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    needs_gpu(parser)
 
     model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy", model_impl="auto")
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     prompts = random_prompts(args.num_requests, args.input_len, model.vocab_size, 0)
-    runs = []
+    report: dict[str, Any] = {"environment": environment("cuda"), "runs": []}
     for schedule in args.schedules:
         length = args.input_len + args.output_len
         with Engine.from_model(
@@ -41,15 +40,13 @@ def main() -> None:
         ) as engine:
             warm_up(engine, prompts)
             figures = run_throughput(engine, prompts, params).figures
-        runs.append(figures)
+        report["runs"].append(figures)
+        save(args.json, report)
         print(
             f"{schedule:5} {figures['duration_s']:7.2f} s  {figures['output_tokens_per_s']:8.1f} output tokens/s  "
             f"activity {figures['activity_pct']:.2f}%",
             flush=True,
         )
-    report = {"environment": environment("cuda"), "runs": runs}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report))
 
 

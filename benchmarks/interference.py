@@ -9,7 +9,6 @@ draw from the whole vocabulary, so ids are folded into the tokenizer's. The last
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -18,9 +17,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.decode import wait_until
 from cbatch import AsyncLLM
 from cbatch.bench import environment, random_prompts
 from cbatch.models.loader import load_model, load_tokenizer
@@ -66,8 +66,7 @@ class Pauses:
 
 def watch(llm: AsyncLLM, seconds: float) -> dict[str, Any]:
     """Wait until all decode, then measure for a while."""
-    while llm.stats()["num_waiting"] or not llm.stats()["num_running"]:
-        time.sleep(0.01)
+    wait_until(llm.engine, lambda: llm.stats()["num_running"] and not llm.stats()["num_waiting"])
     time.sleep(1.0)
     with Pauses() as pauses:
         llm.engine.reset_stats()
@@ -153,14 +152,14 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("interference", __doc__)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--depth", type=int)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    needs_gpu(parser)
 
     model: Any = load_model(args.model, dtype="bfloat16", device="cuda", load_format="dummy", model_impl="auto")
     tokenizer = Folded(load_tokenizer(args.tokenizer))
@@ -182,8 +181,7 @@ def main() -> None:
             f"collector {figures['gc_ms_max']:.1f} ms",
             flush=True,
         )
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        save(args.json, report)
     print(json.dumps(report))
 
 

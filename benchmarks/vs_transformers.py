@@ -10,7 +10,6 @@ not counted against it (``wall_s`` has it). Each side is warmed up first. The la
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.common import make_parser, needs_gpu, save
 from cbatch import Engine, SamplingParams
 from cbatch.bench import environment, run_throughput, warm_up
 from cbatch.models.demo import NAME, ensure_demo_model
@@ -67,7 +67,7 @@ def run_transformers(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("vs_transformers", __doc__)
     parser.add_argument("--model", default=NAME, help="alias, folder or hub name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
@@ -76,8 +76,8 @@ def main() -> int:
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--same-module", action="store_true", help="cbatch runs transformers' module, not its decoder")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    needs_gpu(parser, args.device)
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -111,8 +111,7 @@ def main() -> int:
         "cbatch": {**ours, "model": args.model},
         "transformers": theirs,
     }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(args.json, result)
     print(json.dumps(result))
     expected = [args.output_len] * len(prompts)
     if list(map(len, our_tokens)) != expected or list(map(len, their_tokens)) != expected:

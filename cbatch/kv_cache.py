@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cbatch.errors import ConfigError
 from cbatch.kernels.attention import AttentionBackend
+from cbatch.models.base import Pages
 from cbatch.scheduler.kv_spec import KVGroup
 
 
@@ -18,6 +19,8 @@ def page_bytes(groups: tuple[KVGroup, ...], block_size: int, dtype: torch.dtype)
 
 class KVCache:
     """``num_blocks`` pages, each ``[layers of a group, K and V, block_size, num_kv_heads, head_dim]``.
+
+    Implements ``PagedAttend``: a model calls it, layer by layer, to store keys and values and to attend over them.
 
     Allocates everything at once. On the CPU untouched pages cost no memory.
     """
@@ -57,21 +60,27 @@ class KVCache:
                     offset += size
                 self._layers[layer] = (index, views[0], views[1])
 
-    def attend(
+    def pages(self, layer: int) -> Pages | None:
+        """Where this step's keys and values of a layer belong; None: the backend wants them handed over."""
+        group, k_cache, v_cache = self._layers[layer]
+        slot_mapping = self._backend.slot_mapping(group)
+        return None if slot_mapping is None else Pages(k_cache, v_cache, slot_mapping)
+
+    def __call__(
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write this step's keys and values into the layer's pages and attend over them.
+        """Write this step's keys and values into the layer's pages, unless they are there, and attend over them.
 
-        q ``[num_tokens, num_heads, k_head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; returns
+        q ``[num_tokens, num_heads, k_head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]`` or None; returns
         ``[num_tokens, num_heads, v_head_dim]``. The backend was prepared with the step's ``AttentionBatch``.
         """
         group, k_cache, v_cache = self._layers[layer]

@@ -12,7 +12,7 @@ from cbatch.buffers import DeviceBatch, IOBuffer
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
-from cbatch.sampler import NUM_PARAMS, sample
+from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, make_step_ops
 from cbatch.scheduler.plan import StepPlan, StepSizes
 
 
@@ -36,6 +36,7 @@ class Runner:
         self.kv_cache = kv_cache
         self.backend = backend
         rows, device = max_num_seqs + 1, model.device
+        self._ops = make_step_ops(device)
         self.block_tables = torch.zeros(num_groups, rows, max_blocks_per_seq, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
@@ -47,15 +48,18 @@ class Runner:
         Returns the logits ``[num_samples, vocab_size]``.
         """
         tokens, rows = sizes.num_tokens, sizes.num_rows
-        if n := sizes.num_table_updates:
-            self._flat_tables.index_put_((batch.table_index[:n],), batch.table_value[:n])
-        if n := sizes.num_param_updates:
-            self.params.index_put_((batch.param_slots[:n],), batch.param_values[:n])
-
-        carry_slots = batch.carry_slots[:tokens]
-        carried = self.last_tokens.index_select(0, carry_slots.clamp(min=0))
-        input_ids = torch.where(carry_slots >= 0, carried, batch.input_ids[:tokens])
-
+        updates, new = sizes.num_table_updates, sizes.num_param_updates
+        input_ids = self._ops.begin_step(
+            batch.input_ids[:tokens],
+            batch.carry_slots[:tokens],
+            self.last_tokens,
+            self._flat_tables,
+            batch.table_index[:updates],
+            batch.table_value[:updates],
+            self.params,
+            batch.param_slots[:new],
+            batch.param_values[:new],
+        )
         self.backend.prepare(
             AttentionBatch(
                 block_tables=self.block_tables,
@@ -70,9 +74,7 @@ class Runner:
         )
         # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
-        logits = self.model.forward(
-            input_ids.long(), batch.positions[:tokens].long(), sample_rows.long(), self.kv_cache.attend
-        )
+        logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
         if sizes.num_samples:
             self.sample(batch, sizes.num_samples, logits, sampled, flags)
         return logits
@@ -84,7 +86,16 @@ class Runner:
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, sampled: Tensor, flags: int) -> None:
         """Draw the tokens of a step from its logits into ``sampled``, and remember them by slot."""
         out_slots = batch.out_slots[:num_samples]
-        positions = batch.positions.index_select(0, batch.sample_rows[:num_samples]) + 1
-        tokens = sample(logits, self.params.index_select(0, out_slots), positions, flags)
-        self.last_tokens.index_put_((out_slots,), tokens)
-        sampled[:num_samples].copy_(tokens)
+        if not flags & RANDOM:
+            self._ops.greedy(logits, out_slots, self.last_tokens, sampled)
+            return
+        self._ops.draw(
+            logits,
+            self.params,
+            batch.positions,
+            batch.sample_rows[:num_samples],
+            out_slots,
+            self.last_tokens,
+            sampled,
+            filtered=bool(flags & FILTERED),
+        )

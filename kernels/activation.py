@@ -12,18 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+
 FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
 
 
 @triton.jit
-def _act_kernel(
-    x, out, x_stride, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
-):
-    """One program: one piece of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < NUM_COLUMNS
-    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+def apply_act(value, ACT: tl.constexpr):
+    """ACT(value) in float32. ``ACT`` is one of ``reference.ACTIVATIONS``."""
     if ACT == "silu":
         value = value / (1.0 + tl.exp(-value))
     elif ACT == "gelu":
@@ -37,8 +33,32 @@ def _act_kernel(
         tl.static_assert(ACT == "relu2")
         value = tl.maximum(value, 0.0)
         value = value * value
+    return value
+
+
+@triton.jit
+def _act_kernel(
+    x,
+    out,
+    x_stride,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one piece of one row."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < NUM_COLUMNS
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value = apply_act(value, ACT)
     if GATED:
         value = value * tl.load(x + row * x_stride + NUM_COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
     tl.store(out + row * NUM_COLUMNS + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -63,6 +83,15 @@ def _launch(x: Tensor, num_columns: int, act: str, gated: bool) -> Tensor:
     if out.numel():
         block = min(1024, triton.next_power_of_2(num_columns))
         _act_kernel[(x.shape[0], triton.cdiv(num_columns, block))](
-            x, out, x.stride(0), NUM_COLUMNS=num_columns, BLOCK=block, ACT=act, GATED=gated, num_warps=4, **FMA
+            x,
+            out,
+            x.stride(0),
+            NUM_COLUMNS=num_columns,
+            BLOCK=block,
+            ACT=act,
+            GATED=gated,
+            num_warps=4,
+            **pdl_options(x.device),
+            **FMA,
         )
     return out

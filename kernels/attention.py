@@ -40,11 +40,18 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> None:
         """Make ready what the layers of one step share. Once a step, before the layers."""
 
+    def slot_mapping(self, group: int) -> Tensor | None:
+        """The step's [num_tokens] int32, for whoever stores k and v itself and then attends with None for both.
+
+        None: this backend wants them handed over.
+        """
+        ...
+
     def attend(
         self,
         q: Tensor,  # [num_tokens, num_heads, k_head_dim]
-        k: Tensor,  # [num_tokens, num_kv_heads, k_head_dim]
-        v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+        k: Tensor | None,  # [num_tokens, num_kv_heads, k_head_dim]; None: in its pages already
+        v: Tensor | None,  # [num_tokens, num_kv_heads, v_head_dim]
         k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim], any stride between blocks
         v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim], any stride between blocks
         group: int,

@@ -1,9 +1,11 @@
 """Norms in Triton, alone and behind the residual sum that precedes them. Knows rows of numbers; knows no model.
 
 Contract:
-- x, residual: [num_rows, num_columns] in one dtype, last dimension contiguous, any stride between rows.
-- weights and biases: [num_columns] float32. Sums are float32; the residual sum is rounded to x's dtype, and it is the
-  rounded sum that is normalised, so what later layers add to is what this layer saw.
+- x, residual: [num_rows, num_columns] in one dtype, last dimension contiguous, any stride between rows. Before a
+  residual sum x may be the unsummed parts of a matrix product, [num_splits, num_rows, num_columns] float32: they are
+  added in their order, in float32, and not rounded.
+- weights and biases: [num_columns] float32. Sums are float32; the residual sum is rounded to the residual's dtype, and
+  it is the rounded sum that is normalised, so what later layers add to is what this layer saw.
 - one program a row, which it reads once: num_columns up to 65,536.
 """
 
@@ -14,7 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+
 FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+
+
+@triton.jit
+def load_parts(at, mask, split_stride, NUM_SPLITS: tl.constexpr):
+    """What each split of a matrix product has, ``at`` being the first one's. Apart from ``add_up``, so that whoever has
+    more to load does so in between: added as they come, parts wait for memory one after another."""
+    parts = (tl.load(at, mask=mask, other=0.0),)
+    for _ in tl.static_range(1, NUM_SPLITS):
+        at += split_stride
+        parts += (tl.load(at, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def add_up(parts):
+    """Their sum in their order, float32."""
+    total = parts[0].to(tl.float32)
+    for i in tl.static_range(1, len(parts)):
+        total += parts[i]
+    return total
 
 
 @triton.jit
@@ -27,12 +51,14 @@ def _norm_kernel(
     post_weight,
     out,
     total,
+    split_stride,
     x_stride,
     residual_stride,
     out_stride,
     eps,
     scale,
     NUM_COLUMNS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,  # LayerNorm: subtract the mean, add a bias
     HAS_ROWS: tl.constexpr,
@@ -40,32 +66,48 @@ def _norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    KEEP_TOTAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program: out = norm(total), total = residual + scale * post_norm(x), or those parts of it that are wanted."""
+    """One program: out = norm(total), total = residual + scale * post_norm(x), or those parts of it that are wanted.
+
+    Everything is loaded before anything is summed, so that the program waits for memory once; weights, before the wait.
+    """
+    columns = tl.arange(0, BLOCK)
+    mask = columns < NUM_COLUMNS
+    if HAS_NORM:
+        by = tl.load(weight + columns, mask=mask, other=0.0)
+        if HAS_BIAS:
+            shift = tl.load(bias + columns, mask=mask, other=0.0)
+    if HAS_POST:
+        post_by = tl.load(post_weight + columns, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_ROWS:
         source = tl.load(rows + row).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < NUM_COLUMNS
-    value = tl.load(x + source * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_POST:
-        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps)
-        value = value * tl.load(post_weight + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         before = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        rounded = (before + scale * value).to(x.dtype.element_ty)
-        if KEEP_TOTAL:
-            tl.store(total + row * NUM_COLUMNS + columns, rounded, mask=mask)
+    parts = load_parts(x + source * x_stride + columns, mask, split_stride, NUM_SPLITS)
+    if PDL:  # reading was the work; this also keeps ptxas from moving loads behind sums
+        gdc_launch_dependents()
+    value = add_up(parts)
+    if HAS_POST:
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps) * post_by
+    if HAS_RESIDUAL:
+        rounded = (before + scale * value).to(total.dtype.element_ty)
         value = rounded.to(tl.float32)
     if HAS_NORM:
         if CENTERED:
             value = tl.where(mask, value - tl.sum(value, 0) / NUM_COLUMNS, 0.0)
-        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps)
-        value = value * tl.load(weight + columns, mask=mask, other=0.0)
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / NUM_COLUMNS + eps) * by
         if HAS_BIAS:
-            value = value + tl.load(bias + columns, mask=mask, other=0.0)
+            value = value + shift
+
+    if HAS_RESIDUAL:
+        tl.store(total + row * NUM_COLUMNS + columns, rounded, mask=mask)
+    if HAS_NORM:
         tl.store(out + row * out_stride + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -95,33 +137,36 @@ def layer_norm(
 
 
 def add_rms_norm(
-    x: Tensor,  # [num_rows, num_columns]
+    x: Tensor,  # [num_rows, num_columns], or its parts [num_splits, num_rows, num_columns] float32
     residual: Tensor,  # [num_rows, num_columns]
     weight: Tensor | None,  # [num_columns] float32; None: no norm behind the sum
     eps: float,
     *,
     scale: float = 1.0,
     post_weight: Tensor | None = None,  # [num_columns] float32: x is normalised too, before it is added
-    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(total), total) where total = residual + scale * x; without a weight, (total, total).
 
-    With ``rows``, both have num_out rows.
+    Both are in the residual's dtype. With ``rows``, both have num_out rows.
     """
     return _add_norm(x, residual, weight, None, eps, scale, post_weight, rows, centered=False)
 
 
 def add_layer_norm(
-    x: Tensor,  # [num_rows, num_columns]
+    x: Tensor,  # [num_rows, num_columns], or its parts [num_splits, num_rows, num_columns] float32
     residual: Tensor,  # [num_rows, num_columns]
     weight: Tensor,  # [num_columns] float32
     bias: Tensor | None,  # [num_columns] float32
     eps: float,
     *,
     scale: float = 1.0,
-    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
 ) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(total), total) where total = residual + scale * x. With ``rows``, both have num_out rows."""
+    """Return (layer_norm(total), total) where total = residual + scale * x.
+
+    Both are in the residual's dtype. With ``rows``, both have num_out rows.
+    """
     return _add_norm(x, residual, weight, bias, eps, scale, None, rows, centered=True)
 
 
@@ -136,8 +181,8 @@ def _add_norm(
     rows: Tensor | None,
     centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    num_rows = x.shape[0] if rows is None else rows.shape[0]
-    total = x.new_empty(num_rows, x.shape[1])
+    num_rows = residual.shape[0] if rows is None else rows.shape[0]
+    total = residual.new_empty(num_rows, residual.shape[1])
     out = total if weight is None else torch.empty_like(total)
     _launch(
         x, eps, residual=residual, rows=rows, weight=weight, bias=bias, post_weight=post_weight, out=out, total=total,
@@ -173,12 +218,14 @@ def _launch(
         x if post_weight is None else post_weight,
         out,
         out if total is None else total,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
+        x.stride(0),  # between splits, if there are any
+        x.stride(-2),
+        x.stride(-2) if residual is None else residual.stride(0),
         out.stride(0),
         eps,
         scale,
         NUM_COLUMNS=num_columns,
+        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
         BLOCK=block,
         CENTERED=centered,
         HAS_ROWS=rows is not None,
@@ -186,7 +233,7 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,
         HAS_BIAS=bias is not None,
-        KEEP_TOTAL=total is not None,
         num_warps=min(16, max(1, block // 256)),  # 16 bytes a thread and load in 16 bits, as far as 4,096 columns
+        **pdl_options(x.device),
         **FMA,
     )

@@ -6,7 +6,7 @@ Any device; tests compare against it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
@@ -91,31 +91,31 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_rms_norm(
-    x: Tensor,  # [num_rows, num_columns]
+    x: Tensor,  # [num_rows, num_columns], or its parts [num_splits, num_rows, num_columns] float32
     residual: Tensor,  # [num_rows, num_columns]
     weight: Tensor | None,  # [num_columns] float32; None: no norm behind the sum
     eps: float,
     *,
     scale: float = 1.0,
     post_weight: Tensor | None = None,  # [num_columns] float32: x is normalised too, before it is added
-    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(total), total) where total = residual + scale * x, rounded to x's dtype."""
+    """(rms_norm(total), total) where total = residual + scale * x, rounded to the residual's dtype."""
     total = _residual_sum(x, residual, eps, scale, post_weight, rows)
     return (total if weight is None else rms_norm(total, weight, eps)), total
 
 
 def add_layer_norm(
-    x: Tensor,  # [num_rows, num_columns]
+    x: Tensor,  # [num_rows, num_columns], or its parts [num_splits, num_rows, num_columns] float32
     residual: Tensor,  # [num_rows, num_columns]
     weight: Tensor,  # [num_columns] float32
     bias: Tensor | None,  # [num_columns] float32
     eps: float,
     *,
     scale: float = 1.0,
-    rows: Tensor | None = None,  # [num_out] int64: compute these rows alone
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(total), total) where total = residual + scale * x, rounded to x's dtype."""
+    """(layer_norm(total), total) where total = residual + scale * x, rounded to the residual's dtype."""
     total = _residual_sum(x, residual, eps, scale, None, rows)
     return layer_norm(total, weight, bias, eps), total
 
@@ -124,20 +124,29 @@ def _residual_sum(
     x: Tensor, residual: Tensor, eps: float, scale: float, post_weight: Tensor | None, rows: Tensor | None
 ) -> Tensor:
     if rows is not None:
-        x, residual = x[rows], residual[rows]
-    value = x.float() if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps)
-    return torch.add(residual.float(), value, alpha=scale).to(x.dtype)
+        x, residual = x[..., rows, :], residual[rows]
+    value = _add_up(x).float()
+    if post_weight is not None:
+        value = F.rms_norm(value, x.shape[-1:], post_weight, eps)
+    return torch.add(residual.float(), value, alpha=scale).to(residual.dtype)
+
+
+def _add_up(x: Tensor) -> Tensor:
+    """The sum of a matrix product's parts, [num_splits, num_rows, num_columns] float32, in their order; or x itself."""
+    return x if x.dim() == 2 else reduce(torch.add, x.unbind())
 
 
 def qk_norm_rope(
     qk: Tensor,  # [num_tokens, num_heads + num_kv_heads, head_dim], changed in place
     num_heads: int,
-    positions: Tensor,  # [num_tokens] int64
+    positions: Tensor,  # [num_tokens] int32 or int64
     cos_sin: Tensor | None,  # [max_len, rotary_dim] float32, a position's cosines and then its sines
     weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads
     eps: float,
 ) -> None:
     """Normalise each head (RMS), then turn elements i and i + rotary_dim / 2 together by the token's position."""
+    if cos_sin is None and weights is None:
+        return
     heads = qk.float()
     if weights is not None:
         q, k = heads[:, :num_heads], heads[:, num_heads:]
@@ -150,6 +159,30 @@ def qk_norm_rope(
         turned = first * cos - second * sin, second * cos + first * sin
         heads = torch.cat([*turned, heads[..., rotary_dim:]], dim=-1)
     qk.copy_(heads)
+
+
+def rope_and_store(
+    qkv: Tensor,  # [num_tokens, num_columns], or its parts [num_splits, num_tokens, num_columns] float32
+    num_heads: int,
+    num_kv_heads: int,  # num_columns = (num_heads + 2 * num_kv_heads) * head_dim
+    positions: Tensor,  # [num_tokens] int32 or int64
+    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32, a position's cosines and then its sines
+    weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads
+    eps: float,
+    k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    slot_mapping: Tensor,  # [num_tokens] int32: block * block_size + offset
+) -> Tensor:
+    """``qk_norm_rope`` behind a fused projection, and ``write_kv`` at once.
+
+    Returns the queries, [num_tokens, num_heads, head_dim] in the caches' dtype.
+    """
+    heads = _add_up(qkv).to(torch.float32, copy=True).unflatten(1, (-1, k_cache.shape[3]))
+    qk_norm_rope(heads[:, : num_heads + num_kv_heads], num_heads, positions, cos_sin, weights, eps)
+    q, k, v = heads.to(k_cache.dtype).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
+    k_cache[block, offset], v_cache[block, offset] = k, v
+    return q.contiguous()
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -174,3 +207,134 @@ def act_and_mul(x: Tensor, act: str) -> Tensor:
     """act(gate) * up, in float32, where x [num_rows, 2 * num_columns] is the gate and then up."""
     gate, up = x.float().chunk(2, dim=-1)
     return (ACTIVATIONS[act](gate) * up).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, partial: bool = False) -> Tensor:
+    """x @ weight.T + bias, always one whole sum: ``partial`` allows for parts and does not ask for them."""
+    return F.linear(x, weight, bias)
+
+
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, *, gated: bool) -> Tensor:
+    """act(linear(x)), gated act(gate) * up of its two halves, behind a sum that is rounded to x's dtype."""
+    out = F.linear(x, weight, bias)
+    return act_and_mul(out, act) if gated else activate(out, act)
+
+
+def begin_step(
+    input_ids: Tensor,  # [num_tokens] int32
+    carry_slots: Tensor,  # [num_tokens] int32
+    last_tokens: Tensor,  # [num_slots] int32
+    tables: Tensor,  # flat int32, changed in place
+    table_index: Tensor,  # [num_updates] int32
+    table_value: Tensor,  # [num_updates] int32
+    params: Tensor,  # [num_slots, num_words] int32, changed in place
+    param_slots: Tensor,  # [num_new] int32
+    param_values: Tensor,  # [num_new, num_words] int32
+) -> Tensor:
+    """tables[table_index] = table_value, params[param_slots] = param_values, and the tokens of the step.
+
+    Those are input_ids where carry_slots is negative, else last_tokens[carry_slots]: [num_tokens] int32. An index that
+    comes twice must do so with one value, or be the dummy's, of which nobody knows what it gets.
+    """
+    if table_index.numel():
+        tables.index_put_((table_index,), table_value)
+    if param_slots.numel():
+        params.index_put_((param_slots,), param_values)
+    carried = last_tokens.index_select(0, carry_slots.clamp(min=0))
+    return torch.where(carry_slots >= 0, carried, input_ids)
+
+
+def greedy(
+    logits: Tensor,  # [num_rows, num_columns]
+    out_slots: Tensor,  # [num_rows] int32
+    last_tokens: Tensor,  # [num_slots] int32, changed in place
+    sampled: Tensor,  # [at least num_rows] int32, changed in place
+) -> None:
+    """Put the first column of each row's largest logit into last_tokens[out_slots] and sampled. NaN counts as largest."""
+    _keep_tokens(logits.argmax(dim=-1).int(), out_slots, last_tokens, sampled)
+
+
+def draw(
+    logits: Tensor,  # [num_rows, num_columns]
+    params: Tensor,  # [num_slots, 5] int32: float bits of temperature and top_p, top_k, two halves of the seed
+    positions: Tensor,  # [num_tokens] int32
+    sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
+    out_slots: Tensor,  # [num_rows] int32: whose params, and whose token it is
+    last_tokens: Tensor,  # [num_slots] int32, changed in place
+    sampled: Tensor,  # [at least num_rows] int32, changed in place
+    *,
+    filtered: bool,  # whether some row asks for top-k or top-p
+) -> None:
+    """Draw a token of each row from softmax(logits / temperature) over what ``thresholds`` keeps of it.
+
+    The Gumbel-max trick, with noise that is a function of seed, position and token alone: the same in any batch. Rows
+    of temperature 0 take the first largest logit.
+    """
+    logits = logits.float()
+    largest = logits.argmax(dim=-1)
+    words = params.index_select(0, out_slots)
+    temperature = words[:, 0].view(torch.float32)
+    if filtered:
+        logits = logits.masked_fill(logits < thresholds(logits, params, out_slots)[:, None], -torch.inf)
+    # argmax(logits / t + g) without the division: a temperature of 1e-7 cannot overflow.
+    noise = gumbel(words[:, 3:], positions.index_select(0, sample_rows) + 1, logits.shape[-1])
+    drawn = noise.mul_(temperature[:, None]).add_(logits).argmax(dim=-1)
+    _keep_tokens(torch.where(temperature > 0, drawn, largest).int(), out_slots, last_tokens, sampled)
+
+
+def thresholds(
+    logits: Tensor,  # [num_rows, num_columns]
+    params: Tensor,  # [num_slots, 5] int32
+    out_slots: Tensor,  # [num_rows] int32
+) -> Tensor:
+    """The smallest logit that each row keeps, [num_rows] float32; -inf where it asks for all, or is greedy. Sorts.
+
+    top-k keeps the k largest, and top-p of those the largest until they weigh top_p of what top-k kept: a logit stays
+    if those above it weigh less, exp((logit - largest) / temperature) each. Ties with the last one stay too.
+    """
+    logits, num_columns = logits.float(), logits.shape[-1]
+    words = params.index_select(0, out_slots)
+    temperature, top_p, top_k = words[:, 0].view(torch.float32), words[:, 1].view(torch.float32), words[:, 2]
+    k = torch.where(top_k > 0, top_k, num_columns).clamp(max=num_columns)
+    ranked = logits.sort(dim=-1, descending=True).values
+    in_k = torch.arange(num_columns, device=logits.device) < k[:, None]
+    # Relative to the largest before dividing: at temperature 1e-7 the rest weighs nothing, and is never nan.
+    weights = ((ranked - ranked[:, :1]) / temperature.clamp(min=1e-30)[:, None]).exp_().masked_fill_(~in_k, 0)
+    sums = weights.cumsum(dim=-1)
+    # A row that asks for all keeps all: rounding in the sum must not cut what its neighbours' filters look at.
+    in_p = (sums - weights < top_p[:, None] * sums[:, -1:]) | (top_p >= 1)[:, None]
+    kept = (in_p & in_k).sum(dim=-1, keepdim=True)
+    cut = (temperature > 0) & ((k < num_columns) | (top_p < 1))
+    return ranked.gather(1, kept.clamp(min=1) - 1)[:, 0].masked_fill(~cut, -torch.inf)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
+    """Standard Gumbel noise ``[rows, num_columns]`` (float32) from seeds ``[rows, 2]`` and positions ``[rows]``, int32.
+
+    Two rounds of MurmurHash3's 32-bit finaliser (Appleby, 2011) over the token, each keyed from seed and position:
+    with one, the noise of two rows would be shifts of each other along the vocabulary.
+    """
+    low, high = seeds[:, 0], seeds[:, 1]
+    first = _mix(_mix(positions * -1640531527 + low) ^ high)  # 0x9E3779B9, the golden ratio of 2**32
+    second = _mix(_mix(positions ^ high) + low * -2048144789)
+    token = torch.arange(num_columns, dtype=torch.int32, device=seeds.device)
+    bits = _mix((token * -1640531527)[None, :] + first[:, None])
+    bits = _mix(bits ^ second[:, None])
+    # 23 bits and a half: the largest is 1 - 2**-24. With 24 it would round to 1, whose noise is infinite.
+    uniform = ((bits >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser on int32 (wrapping), in place on a fresh tensor."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x.mul_(-2048144789)
+    x ^= (x >> 13) & 0x7FFFF
+    x = x.mul_(-1028477387)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _keep_tokens(tokens: Tensor, out_slots: Tensor, last_tokens: Tensor, sampled: Tensor) -> None:
+    last_tokens.index_put_((out_slots,), tokens)
+    sampled[: len(tokens)].copy_(tokens)

@@ -1,11 +1,14 @@
-"""Rotary positions in Triton, with the norm of query and key heads that some families put before. In place.
+"""Rotary positions in Triton, with the norm of query and key heads that some families put before, and the way of keys
+and values into their pages behind.
 
 Contract:
-- qk: [num_tokens, num_heads + num_kv_heads, head_dim], query heads first: a slice of a fused QKV projection. A token's
-  heads are contiguous, any stride between tokens.
+- heads come in the order of a fused projection: queries, keys, values. A token's are contiguous, any stride between
+  tokens. They are in the model's dtype, or the unsummed parts of that projection, [num_splits, ...] float32, which are
+  added in their order.
 - cos_sin: [max_len, rotary_dim] float32, a position's cosines and then its sines; rotary_dim is even and at most
   head_dim. Element i turns with element i + rotary_dim / 2; what lies beyond rotary_dim stays.
-- computed in float32 and rounded once.
+- computed in float32 and rounded once. Values are neither normalised nor turned.
+- head sizes are even, not only powers of two. Offsets into caches and tokens are 64 bits wide.
 """
 
 from __future__ import annotations
@@ -14,99 +17,213 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+from cbatch.kernels.norm import FMA, add_up, load_parts
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 
 @triton.jit
-def _qk_norm_rope_kernel(
-    qk,
+def _rope_kernel(
+    heads,
     positions,
     cos_sin,
     weights,
+    slot_mapping,
+    q_out,
+    k_out,  # a page holds BLOCK_SIZE tokens
+    v_out,
+    split_stride,
     token_stride,
+    q_stride,  # between tokens
+    k_stride,  # between pages
+    v_stride,
     eps,
+    NUM_SPLITS: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,  # else token t's page is t
+    PDL: tl.constexpr,
 ):
-    """One program: a few heads of one token, as two halves that turn and a rest that does not.
+    """One program: some query, key or value heads of one token, as two halves that turn and a rest that does not.
 
-    Each thread stores what it has loaded and nothing else, so working in place needs no barrier.
+    In place that needs no barrier: no element is loaded by two warps.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
+    FIRST_KEY: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS  # chunk of heads
+    FIRST_VALUE: tl.constexpr = FIRST_KEY + (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-    half = tl.arange(0, HALF_PADDED)[None, :]
-    mask = (heads < NUM_HEADS) & (half < HALF)
-    first_at = qk + token * token_stride + heads * HEAD_DIM + half
-    second_at = first_at + HALF
-    first = tl.load(first_at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(second_at, mask=mask, other=0.0).to(tl.float32)
+    chunk = tl.program_id(1)
+    is_query = chunk < FIRST_KEY
+    is_value = chunk >= FIRST_VALUE
+    first_chunk = tl.where(is_query, 0, tl.where(is_value, FIRST_VALUE, FIRST_KEY))
+    before = tl.where(is_query, 0, tl.where(is_value, NUM_Q_HEADS + NUM_KV_HEADS, NUM_Q_HEADS))
+    head = (chunk - first_chunk) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    num_heads = tl.where(is_query, NUM_Q_HEADS, NUM_KV_HEADS)
+    num_turned = tl.where(is_value, 0, num_heads)
+    # Everything has the tile's shape, weights and angles too: what is broadcast later goes through shared memory.
+    half = head * 0 + tl.arange(0, HALF_PADDED)[None, :]
+    rest = head * 0 + tl.arange(0, REST_PADDED)[None, :]
+    mask = (head < num_heads) & (half < HALF)
+    rest_mask = (head < num_heads) & (rest < REST)
+    turned_mask = (head < num_turned) & (half < HALF)
     if HAS_NORM:
-        squares = tl.sum(first * first + second * second, 1)
-        which = tl.where(heads < NUM_Q_HEADS, 0, HEAD_DIM)  # the weights of queries or of keys
+        by = weights + tl.where(is_query, 0, HEAD_DIM)
+        first_by = tl.load(by + half, mask=turned_mask)
+        second_by = tl.load(by + HALF + half, mask=turned_mask)
         if REST:
-            rest = tl.arange(0, REST_PADDED)[None, :]
-            rest_mask = (heads < NUM_HEADS) & (rest < REST)
-            rest_at = qk + token * token_stride + heads * HEAD_DIM + ROTARY_DIM + rest
-            third = tl.load(rest_at, mask=rest_mask, other=0.0).to(tl.float32)
-            squares += tl.sum(third * third, 1)
-        rescale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = first * rescale * tl.load(weights + which + half, mask=mask, other=0.0)
-        second = second * rescale * tl.load(weights + which + HALF + half, mask=mask, other=0.0)
-        if REST:
-            third = third * rescale * tl.load(weights + which + ROTARY_DIM + rest, mask=rest_mask, other=0.0)
-            tl.store(rest_at, third.to(qk.dtype.element_ty), mask=rest_mask)
+            rest_by = tl.load(by + ROTARY_DIM + rest, mask=(head < num_turned) & (rest < REST))
+    if PDL:
+        gdc_wait()
+
+    page = token
+    line = 0
+    if HAS_SLOTS:
+        slot = tl.load(slot_mapping + token)
+        page = (slot // BLOCK_SIZE).to(tl.int64)
+        line = slot % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)
     if HAS_ROPE:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY_DIM + half
-        cos = tl.load(angles, mask=half < HALF, other=0.0)
-        sin = tl.load(angles + HALF, mask=half < HALF, other=0.0)
-        turned = first * cos - second * sin
-        second = second * cos + first * sin
+    heads += token * token_stride + before * HEAD_DIM
+    first = load_parts(heads + head * HEAD_DIM + half, mask, split_stride, NUM_SPLITS)
+    second = load_parts(heads + head * HEAD_DIM + HALF + half, mask, split_stride, NUM_SPLITS)
+    if REST:
+        third = load_parts(heads + head * HEAD_DIM + ROTARY_DIM + rest, rest_mask, split_stride, NUM_SPLITS)
+    if HAS_ROPE:
+        cos = tl.load(angles, mask=turned_mask)
+        sin = tl.load(angles + HALF, mask=turned_mask)
+    if PDL:  # reading was the work; this also keeps ptxas from moving loads behind sums
+        gdc_launch_dependents()
+
+    first = add_up(first)
+    second = add_up(second)
+    if REST:
+        third = add_up(third)
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, 1)
+        if REST:
+            squares += tl.sum(third * third, 1)
+        rescale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = tl.where(is_value, first, first * rescale * first_by)
+        second = tl.where(is_value, second, second * rescale * second_by)
+        if REST:
+            third = tl.where(is_value, third, third * rescale * rest_by)
+    if HAS_ROPE:
+        turned = tl.where(is_value, first, first * cos - second * sin)
+        second = tl.where(is_value, second, second * cos + first * sin)
         first = turned
-    tl.store(first_at, first.to(qk.dtype.element_ty), mask=mask)
-    tl.store(second_at, second.to(qk.dtype.element_ty), mask=mask)
+
+    out = q_out + token * q_stride
+    if chunk >= FIRST_KEY:
+        out = k_out + page * k_stride + line
+    if chunk >= FIRST_VALUE:
+        out = v_out + page * v_stride + line
+    out += head * HEAD_DIM
+    tl.store(out + half, first.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + HALF + half, second.to(out.dtype.element_ty), mask=mask)
+    if REST:
+        tl.store(out + ROTARY_DIM + rest, third.to(out.dtype.element_ty), mask=rest_mask)
 
 
 def qk_norm_rope(
     qk: Tensor,  # [num_tokens, num_heads + num_kv_heads, head_dim], changed in place
     num_heads: int,
-    positions: Tensor,  # [num_tokens] int64
+    positions: Tensor,  # [num_tokens] int32 or int64
     cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: nothing turns
     weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads; None: no norm
     eps: float,
 ) -> None:
     """Normalise each head (RMS), then turn it by its token's position."""
-    num_tokens, all_heads, head_dim = qk.shape
-    if not num_tokens or (cos_sin is None and weights is None):
+    if cos_sin is None and weights is None:
         return
-    assert qk.stride(2) == 1 and qk.stride(1) == head_dim
+    assert qk.stride(2) == 1 and qk.stride(1) == qk.shape[2]
+    keys = qk[:, num_heads:]
+    _launch(qk.flatten(1), positions, cos_sin, weights, eps, qk[:, :num_heads], keys.unsqueeze(1), None, None)
+
+
+def rope_and_store(
+    qkv: Tensor,  # [num_tokens, num_columns], or its parts [num_splits, num_tokens, num_columns] float32
+    num_heads: int,
+    num_kv_heads: int,  # num_columns = (num_heads + 2 * num_kv_heads) * head_dim
+    positions: Tensor,  # [num_tokens] int32 or int64
+    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: nothing turns
+    weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads; None: no norm
+    eps: float,
+    k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], a block contiguous, any stride between blocks
+    v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], likewise
+    slot_mapping: Tensor,  # [num_tokens] int32: block * block_size + offset
+) -> Tensor:
+    """Normalise heads (RMS) and turn them by their token's position; keys and values go into their pages.
+
+    Returns the queries, [num_tokens, num_heads, head_dim] in the caches' dtype.
+    """
+    assert qkv.stride(-1) == 1 and k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
+    q = k_cache.new_empty(qkv.shape[-2], num_heads, k_cache.shape[3])
+    assert k_cache.shape == v_cache.shape and qkv.shape[-1] == (num_heads + 2 * num_kv_heads) * q.shape[2]
+    _launch(qkv, positions, cos_sin, weights, eps, q, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def _launch(
+    heads: Tensor,  # [num_tokens, num_columns] or [num_splits, num_tokens, num_columns]
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    weights: Tensor | None,
+    eps: float,
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    k_pages: Tensor,  # [num_pages, block_size, num_kv_heads, head_dim]
+    v_pages: Tensor | None,  # None: heads have no values
+    slot_mapping: Tensor | None,  # None: token t's page is t
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    if not num_tokens:
+        return
+    block_size, num_kv_heads = k_pages.shape[1:3]
     rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
     half_padded = triton.next_power_of_2(rotary_dim // 2)
-    block_heads = min(triton.next_power_of_2(all_heads), max(1, 512 // half_padded))
-    _qk_norm_rope_kernel[(num_tokens, triton.cdiv(all_heads, block_heads))](
-        qk,
+    rest_padded = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else half_padded
+    # 512 elements of a tile on 64 threads are 16 bytes a thread in 16 bits: six programs a token of 48 heads of 128.
+    # No more threads than the narrower tile has elements, or two warps would load one element, in place after a store.
+    block_heads = min(triton.next_power_of_2(num_heads), max(1, 512 // max(half_padded, rest_padded)))
+    num_warps = max(1, block_heads * min(half_padded, rest_padded) // 256)
+    num_chunks = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads) * (
+        1 + (v_pages is not None)
+    )
+    _rope_kernel[(num_tokens, num_chunks)](
+        heads,
         positions,
-        qk if cos_sin is None else cos_sin,
-        qk if weights is None else weights,
-        qk.stride(0),
+        heads if cos_sin is None else cos_sin,
+        heads if weights is None else weights,
+        positions if slot_mapping is None else slot_mapping,
+        q,
+        k_pages,
+        k_pages if v_pages is None else v_pages,
+        heads.stride(0),  # between splits, if there are any
+        heads.stride(-2),
+        q.stride(0),
+        k_pages.stride(0),
+        k_pages.stride(0) if v_pages is None else v_pages.stride(0),
         eps,
+        NUM_SPLITS=heads.shape[0] if heads.dim() == 3 else 1,
         NUM_Q_HEADS=num_heads,
-        NUM_HEADS=all_heads,
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
+        BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,
         HALF_PADDED=half_padded,
-        REST_PADDED=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+        REST_PADDED=rest_padded,
         HAS_NORM=weights is not None,
         HAS_ROPE=cos_sin is not None,
-        num_warps=min(4, max(1, block_heads * half_padded // 128)),
+        HAS_SLOTS=slot_mapping is not None,
+        num_warps=num_warps,
+        **pdl_options(heads.device),
         **FMA,
     )

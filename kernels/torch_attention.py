@@ -49,11 +49,14 @@ class TorchAttention:
         self._decode_plans: dict[tuple[int, int, int], _DecodePlan] = {}
         self._slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
+    def slot_mapping(self, group: int) -> None:
+        """None: a prompt attends over k and v as they come, which is faster than out of its pages."""
+
     def attend(
         self,
         q: Tensor,  # [num_tokens, num_heads, k_head_dim]
-        k: Tensor,  # [num_tokens, num_kv_heads, k_head_dim]
-        v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+        k: Tensor | None,  # [num_tokens, num_kv_heads, k_head_dim]
+        v: Tensor | None,  # [num_tokens, num_kv_heads, v_head_dim]
         k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim]
         v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim]
         group: int,
@@ -63,6 +66,7 @@ class TorchAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        assert k is not None and v is not None
         batch, block_size = self._batch, k_cache.shape[1]
         self._write_kv(k, v, k_cache, v_cache, group)
         out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,34 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+class Pages(NamedTuple):
+    """Where this step's keys and values of one layer belong."""
+
+    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, k_head_dim], any stride between blocks
+    v_cache: Tensor  # [num_blocks, block_size, num_kv_heads, v_head_dim], any stride between blocks
+    slot_mapping: Tensor  # [num_tokens] int32: block * block_size + offset
+
+
+@runtime_checkable
+class PagedAttend(Protocol):
+    """An ``Attend`` that may show its pages: a model then stores k and v there itself, and attends with None for both."""
+
+    def pages(self, layer: int) -> Pages | None: ...
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
 class Model(Protocol):
     """A causal language model that runs packed, ragged steps and leaves the cache to whoever calls it."""
 
@@ -53,7 +81,7 @@ class Model(Protocol):
     """Whether the forward may be captured in a CUDA graph: it never waits for a value from the device."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend) -> Tensor:
-        """Run one step: int64 ``input_ids`` and ``positions`` [num_tokens], int64 ``sample_rows`` [num_samples].
+        """Run one step: ``input_ids`` and ``positions`` [num_tokens], ``sample_rows`` [num_samples], int32 or int64.
 
         Returns the logits of the tokens at ``sample_rows``, [num_samples, vocab_size].
         """

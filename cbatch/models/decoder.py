@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.kernels.ops import make_ops
-from cbatch.models.base import Attend, Model
+from cbatch.models.base import Attend, Model, PagedAttend
 from cbatch.models.decoder_config import DecoderConfig, decoder_config
 from cbatch.models.decoder_weights import Layer, Linear, Norm, Weights, load_weights
 from cbatch.models.probe import LARGEST_PROBED_WINDOW, DenseAttend, Rule
@@ -40,7 +40,9 @@ class Decoder:
         self._norms_after = [layer.attn_norm for layer in weights.layers[1:]] + [weights.final_norm]
 
     @torch.no_grad()
-    def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend | PagedAttend
+    ) -> Tensor:
         """Run one packed step; shapes as in ``Model.forward``. Waits for nothing.
 
         ``residual`` is the stream [num_tokens, hidden_size] that every block reads, normalised, and adds to; ``x`` is
@@ -61,40 +63,49 @@ class Decoder:
             rows = sample_rows if i == config.num_layers - 1 else None  # logits are wanted of these alone
             x, residual = self._add_and_norm(x, residual, layer.mlp_post_norm, self._norms_after[i], rows)
 
-        logits = _linear(x, weights.head)
+        logits = self._linear(x, weights.head)
         if config.logit_scale != 1.0:
             logits *= config.logit_scale
         if config.logit_softcap:
             logits = logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
         return logits
 
-    def _attention(self, i: int, layer: Layer, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _attention(self, i: int, layer: Layer, x: Tensor, positions: Tensor, attend: Attend | PagedAttend) -> Tensor:
         config, ops = self.config, self._ops
-        num_heads, num_turned = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = _linear(x, layer.qkv)
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        table = None if (rope := config.ropes[i]) is None else self.weights.rope_tables[rope]
+        paged = attend if isinstance(attend, PagedAttend) else None
+        pages = paged.pages(i) if paged is not None else None
+        how: dict[str, Any] = {
+            "scale": config.attn_scale,
+            "window": config.windows[i],
+            "softcap": config.attn_softcap,
+            "sinks": None,
+        }
+        qkv = self._linear(x, layer.qkv, partial=pages is not None and layer.row_norms is None)
         if layer.row_norms is not None:
-            q, k, _ = qkv.split([n * config.head_dim for n in (num_heads, config.num_kv_heads, config.num_kv_heads)], 1)
+            q, k, _ = qkv.split([n * config.head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], 1)
             for row, weight in zip((q, k), layer.row_norms, strict=True):
                 ops.rms_norm(row, weight, config.norm_eps, out=row)
-        heads = qkv.view(len(qkv), -1, config.head_dim)  # queries, keys, values
-        if (rope := config.ropes[i]) is not None or layer.head_norms is not None:
-            table = None if rope is None else self.weights.rope_tables[rope]
-            ops.qk_norm_rope(heads[:, :num_turned], num_heads, positions, table, layer.head_norms, config.norm_eps)
-        attended = attend(
-            i,
-            heads[:, :num_heads],
-            heads[:, num_heads:num_turned],
-            heads[:, num_turned:],
-            scale=config.attn_scale,
-            window=config.windows[i],
-            softcap=config.attn_softcap,
-            sinks=None,
-        )
-        return _linear(attended.flatten(1), layer.o)
+        if paged is not None and pages is not None:
+            q = ops.rope_and_store(
+                qkv, num_heads, num_kv_heads, positions, table, layer.head_norms, config.norm_eps, *pages
+            )
+            attended = paged(i, q, None, None, **how)
+        else:
+            heads = qkv.view(len(qkv), -1, config.head_dim)
+            turned = heads[:, : num_heads + num_kv_heads]
+            ops.qk_norm_rope(turned, num_heads, positions, table, layer.head_norms, config.norm_eps)
+            attended = attend(i, *heads.split([num_heads, num_kv_heads, num_kv_heads], 1), **how)
+        return self._linear(attended.flatten(1), layer.o, partial=True)
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        act = self._ops.act_and_mul if self.config.gated else self._ops.activate
-        return _linear(act(_linear(x, layer.up), self.config.act), layer.down)
+        up = self._ops.linear_act(x, layer.up.weight, layer.up.bias, self.config.act, gated=self.config.gated)
+        return self._linear(up, layer.down, partial=True)
+
+    def _linear(self, x: Tensor, linear: Linear, *, partial: bool = False) -> Tensor:
+        """[num_tokens, num_outputs]; or, if ``partial``, perhaps the parts of it that whoever is next adds up."""
+        return self._ops.linear(x, linear.weight, linear.bias, partial=partial)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
@@ -159,10 +170,6 @@ class Decoder:
         """What a step reads of the weights: all but the embedding, unless that is the head as well."""
         parts = [x for layer in self.weights.layers for x in (layer.qkv, layer.o, layer.up, layer.down)]
         return sum(part.weight.nbytes for part in [*parts, self.weights.head])
-
-
-def _linear(x: Tensor, linear: Linear) -> Tensor:
-    return F.linear(x, linear.weight, linear.bias)
 
 
 class DecoderMismatch(UnsupportedModelError):

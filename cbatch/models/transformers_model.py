@@ -77,6 +77,7 @@ class TransformersModel:
         Any thread may call it, one at a time: families with dynamic RoPE rewrite buffers of the copy.
         """
         layer_of = self._layer_of
+        input_ids, positions, sample_rows = input_ids.long(), positions.long(), sample_rows.long()
 
         def answer(
             module: nn.Module,

@@ -14,11 +14,20 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def inputs(shape, device, dtype):
-    """x, residual, and two weights and a bias away from their defaults."""
-    x = 3 * random(*shape, device=device, dtype=dtype, seed=1) + 1
-    residual = 2 * random(*shape, device=device, dtype=dtype, seed=2)
+    """x, residual, and two weights and a bias away from their defaults.
+
+    x comes last: weights are read before the wait for the kernel before, which must not be the one that made them.
+    """
     vectors = [random(shape[1], device=device, dtype=torch.float32, seed=seed) for seed in (3, 4, 5)]
-    return x, residual, 1 + 0.3 * vectors[0], 0.3 * vectors[1], 1 + 0.3 * vectors[2]
+    weight, bias, post_weight = 1 + 0.3 * vectors[0], 0.3 * vectors[1], 1 + 0.3 * vectors[2]
+    residual = 2 * random(*shape, device=device, dtype=dtype, seed=2)
+    x = 3 * random(*shape, device=device, dtype=dtype, seed=1) + 1
+    return x, residual, weight, bias, post_weight
+
+
+def parts_of(num_splits, shape, device):
+    """What a matrix product split so leaves: float32, whose sum depends on the order."""
+    return 2 * random(num_splits, *shape, device=device, dtype=torch.float32, seed=6) + 1
 
 
 @targets
@@ -83,12 +92,43 @@ def test_add_layer_norm(device, dtype, shape):
 
 
 @targets
+@pytest.mark.parametrize("shape", [(0, 64), (5, 576), (2, 4096)], ids=str)
+@pytest.mark.parametrize("num_splits, post", [(1, False), (2, True), (4, False)])
+def test_parts_of_a_product_are_added_up_before_the_sum(device, dtype, shape, num_splits, post):
+    from cbatch.kernels import norm
+
+    _, residual, weight, bias, post_weight = inputs(shape, device, dtype)
+    x = parts_of(num_splits, shape, device)
+    options = {"scale": 0.22, "post_weight": post_weight if post else None}
+    total = reference.add_rms_norm(x, residual, None, EPS, **options)[1]
+    assert_rounded(norm.add_rms_norm(x, residual, None, EPS, **options)[0], total)
+    got = norm.add_rms_norm(x, residual, weight, EPS, **options)
+    assert_rounded(got[1], total)
+    assert_rounded(got[0], reference.rms_norm(got[1], weight, EPS))
+    got = norm.add_layer_norm(x, residual, weight, bias, EPS)
+    assert_rounded(got[1], reference.add_layer_norm(x, residual, weight, bias, EPS)[1])
+    assert_rounded(got[0], reference.layer_norm(got[1], weight, bias, EPS))
+
+
+@targets
+def test_parts_are_added_in_their_order_and_not_rounded(device, dtype):
+    """Of (1 + 2^-12) - 1 half precision would keep nothing, and 2^25 + 1 - 2^25 is 0 in this order only."""
+    from cbatch.kernels import norm
+
+    x = torch.tensor([[1 + 2**-12, 2.0**25], [-1.0, 1.0], [0.0, -(2.0**25)]], device=device)[:, None]
+    got = norm.add_rms_norm(x, torch.zeros(1, 2, dtype=dtype, device=device), None, EPS)[1]
+    assert got.tolist() == [[2**-12, 0.0]]
+
+
+@targets
+@pytest.mark.parametrize("index_dtype, num_splits", [(torch.int64, 0), (torch.int32, 4)], ids=str)
 @pytest.mark.parametrize("rows", [[4, 0, 4], [2], []], ids=str)
-def test_rows_are_computed_alone_in_the_order_asked_for(device, dtype, rows):
+def test_rows_are_computed_alone_in_the_order_asked_for(device, dtype, rows, index_dtype, num_splits):
     from cbatch.kernels import norm
 
     x, residual, weight, bias, post_weight = inputs((5, 96), device, dtype)
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    x = parts_of(num_splits, (5, 96), device) if num_splits else x
+    index = torch.tensor(rows, dtype=index_dtype, device=device)
     for got, all_rows in (
         (
             norm.add_rms_norm(x, residual, weight, EPS, post_weight=post_weight, rows=index),
@@ -120,6 +160,11 @@ def test_the_twins_do_what_they_say():
     got = reference.add_layer_norm(*single[:4], EPS, scale=0.3)
     assert_rounded(got[1], total.float())
     assert_rounded(got[0], (normed * weight + bias).float())
+
+    parts = torch.stack([single[0] - 3, torch.full_like(single[0], 3)])
+    got = reference.add_layer_norm(parts, single[1].bfloat16(), *single[2:4], EPS, scale=0.3, rows=rows.int())
+    assert_rounded(got[1], (single[1].bfloat16().double() + 0.3 * x).bfloat16()[rows])
+    assert_rounded(got[0], reference.layer_norm(got[1], *single[2:4], EPS))
 
 
 @pytest.mark.gpu

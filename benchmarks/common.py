@@ -1,0 +1,72 @@
+"""What the benchmarks share: their command lines and files, and what the GPU itself can do. Knows no engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+
+
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of ``benchmarks.name``, with ``--json``."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, after every result")
+    return parser
+
+
+def needs_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
+    """End with one line where ``device`` is a GPU and there is none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.exit(1, f"{parser.prog}: needs a CUDA GPU, and torch finds none here\n")
+
+
+def save(path: Path | None, report: dict[str, Any]) -> None:
+    """Write the report as it is now: what has been measured stays if the rest fails."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def cuda_ms(step: Callable[[], object], repeats: int = 15) -> float:
+    """Median milliseconds of a CUDA graph of ``step``, which runs once before the capture. Waits for the device."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which made the inputs
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in range(3):
+            graph.replay()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a sum over 2 GiB of random numbers reads."""
+    data = torch.empty(2 * GIB // 8, dtype=torch.int64, device="cuda").random_()
+    return 2 * GIB / (cuda_ms(data.sum, repeats=21) * 1e-3)
+
+
+def matrix_rate() -> float:
+    """Operations a second of bfloat16 products of random 8192 x 8192 matrices, after 0.3 s of them."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16).unbind(0)
+    out = torch.empty_like(a)
+    for _ in range(200):
+        torch.matmul(a, b, out=out)
+    ms = cuda_ms(lambda: [torch.matmul(a, b, out=out) for _ in range(10)], repeats=21)
+    return 10 * 2 * 8192**3 / (ms * 1e-3)
