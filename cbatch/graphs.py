@@ -7,18 +7,23 @@ the compute stream, the graph runs from carry-over to state update, and its toke
 from __future__ import annotations
 
 import gc
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.buffers import DeviceBatch, IOBuffer, round_up
 from cbatch.runner import Runner
 from cbatch.sampler import FILTERED, RANDOM
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,7 @@ class GraphSet:
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._sampled = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
-        # [max_num_seqs, vocab_size], for ``redraw``; made by the first warm-up.
-        self._logits: torch.Tensor | None = None
         self._pool = torch.cuda.graph_pool_handle()
-        self._redraw_pool = torch.cuda.graph_pool_handle()
         self._steps: dict[Bucket, _Step] = {}
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
@@ -108,7 +110,7 @@ class GraphSet:
             if collecting:
                 gc.enable()
         torch.cuda.empty_cache()  # what the warm-up runs left behind
-        self.num_bytes = free - torch.cuda.mem_get_info(device)[0]  # of the card: pool, logits, and the driver's share
+        self.num_bytes = free - torch.cuda.mem_get_info(device)[0]  # of the card: pool, and the driver's share
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -136,39 +138,68 @@ class GraphSet:
             max_context_len=self._max_context_len,
         )
 
-        def step() -> None:
-            logits = self._runner.step(batch, sizes, self._sampled, 0)
-            if self._logits is None:
-                self._logits = logits.new_zeros(len(self._sampled), logits.shape[1])
-            self._logits[: bucket.num_rows].copy_(logits)
-
-        graph = self._record(step, self._pool)
+        graph, logits = self._record(partial(self._runner.step, batch, sizes, self._sampled, 0))
+        # A redraw is replayed right behind its step, whose logits nothing has overwritten by then. They are held here
+        # until it is captured, so that it finds no room in their place.
         redraw = {}
         for flags in (RANDOM, RANDOM | FILTERED):
-
-            def draw(flags: int = flags) -> None:
-                assert self._logits is not None
-                logits = self._logits[: bucket.num_rows]
-                self._runner.sample(batch, bucket.num_rows, logits, self._sampled, flags)
-
-            redraw[flags] = self._record(draw, self._redraw_pool)
+            sample = partial(self._runner.sample, batch, bucket.num_rows, logits, self._sampled, flags)
+            redraw[flags], _ = self._record(sample)
         return _Step(self._slab[: layout(self._shape, bucket)[1]], graph, redraw)
 
-    def _record(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.
 
-        The error mode is the thread's own: CUDA work that other threads of the program do meanwhile is none of ours.
+        Returns what the captured run did, too. The error mode is the thread's own: CUDA work that other threads of the
+        program do meanwhile is none of ours.
         """
         run()
         graph = torch.cuda.CUDAGraph()
         try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            _begin_capture(graph, self._pool)
             try:
-                run()
+                out = run()
             finally:
                 graph.capture_end()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # an operator that waits for the device, or copies from it, in some dtype only
             raise CaptureError(f"the forward cannot be captured: {str(error).splitlines()[0]}") from error
-        return graph
+        return graph, out
+
+
+_swapping = threading.Lock()  # of the process, as the generator is
+
+
+def _begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Begin, and leave the default CUDA generator to the other threads of the program.
+
+    torch 2.11 marks the state of that generator as captured from here to ``capture_end``, and until then whoever draws
+    from it fails, in any thread: "Offset increment outside graph capture encountered unexpectedly." Nothing of ours
+    draws, so the graph gets a copy of the state instead. ``capture_begin`` takes the state that the generator has,
+    allocates two numbers for it on the device, and only then marks it; so the first operator that it runs gives the
+    generator its own state back. What remains: what other threads do with the generator between the two swaps happens
+    to the copy, so the numbers they draw there come once more. torch 2.13 marks nothing here.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    with _swapping:
+        own = generator.graphsafe_get_state()
+        restore = partial(generator.graphsafe_set_state, own)
+        generator.graphsafe_set_state(generator.clone_state())
+        try:
+            with _BeforeOperators(restore):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        finally:
+            restore()
+
+
+class _BeforeOperators(TorchDispatchMode):
+    """Calls ``act`` before each torch operator that this thread runs inside the block."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._act()
+        return func(*args, **(kwargs or {}))

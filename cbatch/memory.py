@@ -11,7 +11,7 @@ from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError
 from cbatch.kv_cache import page_bytes
 from cbatch.models.base import Model
-from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, sample
+from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
 
 _GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
@@ -67,11 +67,12 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
     ) -> Tensor:
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
-    ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
-    rows = torch.arange(num_samples, device=device)
-    logits = model.forward(ids, torch.arange(num_tokens, device=device) % model.max_model_len, rows, attend)
+    ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % model.max_model_len
+    rows = torch.arange(num_samples, dtype=torch.int32, device=device)
+    logits = model.forward(ids, positions, rows, attend)
     params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
-    sample(logits, params, rows.int(), RANDOM | FILTERED)
+    make_step_ops(device).draw(logits, params, positions, rows, rows, rows.clone(), rows.clone(), filtered=True)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del logits

@@ -4,11 +4,12 @@ Contract of every kernel here:
 - q, k, v: [num_tokens, heads, head_dim], last dimension contiguous, any other stride (slices of a fused QKV are fine).
 - k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], a block contiguous, any stride between blocks.
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
-- head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head.
+- head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
 - offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
 - nothing is read beyond a row's context, so stale NaN in a page cannot leak. Rows with context 0 give zeros.
 - a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
   of one query is the decode kernel's and any other the prefill kernel's, which they find out on the device.
+- every program waits for the kernels before it first of all (``pdl``): they wrote what it reads, metadata included.
 """
 
 from __future__ import annotations
@@ -21,11 +22,46 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.attention import AttentionBatch
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 MAX_HEAD_DIM = 256
-MAX_SPLITS = 64
-MIN_SPLIT_LEN = 128  # tokens: a shorter split costs more to combine than it gains
 FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+
+# How decode is split. A row and KV head is one program or several. Programs share the memory's bandwidth, and 2 of them
+# on each of the H200's 132 multiprocessors, with 64 KiB of K and V each in flight, ask for more than it gives. So what
+# counts is that the last ones end together, and that nothing is split that need not be: a split ends with about 2 us of
+# latency (store, fence, atomic, the last one's second look). A model of shared bandwidth (4.45 TB/s, 3 programs at once
+# on a multiprocessor, 8 KV heads of 128) gives these microseconds a layer by EXTRA_PROGRAMS, and without any latency:
+#   rows x context                       0      1      2      4    ideal
+#   32 x 224                             9      9      9      9      6
+#   32 x 1,024                          32     32     32     38     30
+#   32 x 4,192                         124    124    128    128    121
+#   32 x 16 to 3,072 (log-normal)       39     27     25     26     20
+#   256 x 16 to 3,072                  194    187    187    187    180
+#   1 x 100,000 and 31 x 1,000       1,269    128    130    122    118
+#   1 x 1,024                           16      6      6      6      1
+EXTRA_PROGRAMS = 2  # a multiprocessor: how many splits beyond the rows' first ones there may be
+MAX_SPLITS = 64  # of a row
+MIN_SPLIT_LEN = 128  # tokens of a split, where the rows leave multiprocessors idle
+FULL_SPLIT_LEN = 512  # where they do not: a program alone reads that in 6 us
+
+# Decode: (BLOCK_N, num_warps, num_stages) by the larger padded head size. K and V of a tile take 32 KiB and two tiles
+# are in flight, or 16 KiB and three, in 72 or 54 KiB: three or four programs on a multiprocessor. 64 keys are a page.
+DECODE = {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3)}
+DECODE_FLOAT32 = {64: (32, 4, 3), 128: (32, 4, 3), 256: (16, 4, 3)}  # fewer keys, to compile fast
+
+# Prefill: (BLOCK_M, BLOCK_N, num_warps, num_stages) by the larger padded head size. Three stages keep two tiles in
+# flight; with two, each tile waits for its own load. At 64, two programs share a multiprocessor (244 registers, 4
+# warps), so that one's softmax hides behind the other's products. At 128 and 256 the accumulator leaves room for one,
+# of two warpgroups and 224 KiB (160 at 256); at 128, 64 keys a tile would rescale the accumulator twice as often.
+PREFILL = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
+# On cards without 227 KiB of shared memory.
+PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
+# IEEE float32 dots become one unrolled FMA a product: tiles of 64 x 64 would take minutes to compile.
+PREFILL_FLOAT32 = (32, 32, 4, 2)
+PREFILL_ROWS = 16  # rows whose broken ends the grid has room for; more, and programs take several tiles
+
+ROWS = tl.constexpr(128)  # rows that a program looks at in one go, one a thread
 
 
 @triton.jit
@@ -48,27 +84,49 @@ def _write_kv_kernel(
     HEADS_PADDED: tl.constexpr,
     K_PADDED: tl.constexpr,
     V_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program copies one token, all its KV heads."""
+    if PDL:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block = slot // BLOCK_SIZE
     line = slot % BLOCK_SIZE * NUM_KV_HEADS
     heads = tl.arange(0, HEADS_PADDED)[:, None]
+    k_dims = tl.arange(0, K_PADDED)[None, :]
+    k_mask = (heads < NUM_KV_HEADS) & (k_dims < K_DIM)
+    key = tl.load(k + token * k_token_stride + heads * k_head_stride + k_dims, mask=k_mask)
+    v_dims = tl.arange(0, V_PADDED)[None, :]
+    v_mask = (heads < NUM_KV_HEADS) & (v_dims < V_DIM)
+    value = tl.load(v + token * v_token_stride + heads * v_head_stride + v_dims, mask=v_mask)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(k_cache + block * k_block_stride + (line + heads) * K_DIM + k_dims, key, mask=k_mask)
+    tl.store(v_cache + block * v_block_stride + (line + heads) * V_DIM + v_dims, value, mask=v_mask)
 
-    dims = tl.arange(0, K_PADDED)[None, :]
-    mask = (heads < NUM_KV_HEADS) & (dims < K_DIM)
-    key = tl.load(k + token * k_token_stride + heads * k_head_stride + dims, mask=mask)
-    tl.store(k_cache + block * k_block_stride + (line + heads) * K_DIM + dims, key, mask=mask)
 
-    dims = tl.arange(0, V_PADDED)[None, :]
-    mask = (heads < NUM_KV_HEADS) & (dims < V_DIM)
-    value = tl.load(v + token * v_token_stride + heads * v_head_stride + dims, mask=mask)
-    tl.store(v_cache + block * v_block_stride + (line + heads) * V_DIM + dims, value, mask=mask)
+@triton.jit
+def _blocks(
+    block_table,  # at this row
+    tile,  # its first token
+    end,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The blocks of a tile of keys: one number where the tile lies in one page, else one a token."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(block_table + tile // BLOCK_SIZE, mask=tile < end, other=0)
+    else:
+        tokens = tile + tl.arange(0, BLOCK_N)
+        return tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
 @triton.jit
 def _attend_pages(
+    top,  # [M] float32: max score so far, in log2 units
+    total,  # [M] float32: sum of the weights
+    acc,  # [M, V_PADDED] float32: sum of the weighted values
     query,  # [M, K_PADDED]
     positions,  # [M] int32
     k_cache,  # at this KV head
@@ -87,71 +145,178 @@ def _attend_pages(
     K_PADDED: tl.constexpr,
     V_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # False: end is a multiple of BLOCK_N too, and every query sees every key
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Online softmax over keys start to end. Returns (top, total, acc): max score in log2 units, sum, weighted values.
+    """Online softmax over keys start to end, on top of what came before. Returns top, total and acc.
 
     Hidden keys score -1e30, not -inf, so that a tile with no visible key gives no NaN. What such a tile adds is wiped
     when the first visible key rescales by 2^(-1e30 - score) = 0; every query sees at least its own position.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, V_PADDED), tl.float32)
     k_dims = tl.arange(0, K_PADDED)
     v_dims = tl.arange(0, V_PADDED)
+    k_fits = tl.full((1, K_PADDED), True, tl.int1)  # a constant, which costs nothing
+    if K_DIM != K_PADDED:
+        k_fits = (k_dims < K_DIM)[None, :]
+    v_fits = tl.full((1, V_PADDED), True, tl.int1)
+    if V_DIM != V_PADDED:
+        v_fits = (v_dims < V_DIM)[None, :]
+    to_log2 = scale * LOG2E
+    if HAS_SOFTCAP:
+        to_log2 = LOG2E
+    # A tile's blocks are loaded one tile ahead: were they loaded in the tile's own turn, Triton would give its stages
+    # to the two loads that wait for one another and leave K and V one buffer each, with nothing in flight behind it.
+    blocks = _blocks(block_table, start, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(start, end, BLOCK_N):
         tokens = tile + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one page
-            block = tl.load(block_table + tile // BLOCK_SIZE).to(tl.int64)
-        else:
-            block = tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < end, other=0).to(tl.int64)
         lines = tokens % BLOCK_SIZE * NUM_KV_HEADS
-        k_offsets = block * k_block_stride + lines * K_DIM
-        v_offsets = block * v_block_stride + lines * V_DIM
-        k_mask = (tokens < end)[:, None]
-        v_mask = (tokens < end)[:, None]
-        if K_DIM != K_PADDED:
-            k_mask = k_mask & (k_dims < K_DIM)[None, :]
-        if V_DIM != V_PADDED:
-            v_mask = v_mask & (v_dims < V_DIM)[None, :]
+        k_offsets = blocks.to(tl.int64) * k_block_stride + lines * K_DIM
+        v_offsets = blocks.to(tl.int64) * v_block_stride + lines * V_DIM
+        blocks = _blocks(block_table, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        k_mask = k_fits
+        v_mask = v_fits
+        if MASKED:
+            k_mask = k_mask & (tokens < end)[:, None]
+            v_mask = v_mask & (tokens < end)[:, None]
         key = tl.load(k_cache + k_offsets[:, None] + k_dims[None, :], mask=k_mask, other=0.0)
         value = tl.load(v_cache + v_offsets[:, None] + v_dims[None, :], mask=v_mask, other=0.0)
 
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
-        visible = (tokens[None, :] <= positions[:, None]) & (tokens < end)[None, :]
-        if HAS_WINDOW:
-            visible = visible & (positions[:, None] - tokens[None, :] < window)
-        scores = tl.where(visible, scores * LOG2E, -1e30)
-
-        new_top = tl.maximum(top, tl.max(scores, 1))
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E * scale / softcap)) + 1.0))
+        if MASKED:
+            visible = (tokens[None, :] <= positions[:, None]) & (tokens < end)[None, :]
+            if HAS_WINDOW:
+                visible = visible & (positions[:, None] - tokens[None, :] < window)
+            # Scaled before they are hidden: the fused multiply-add below would see -1e30 * to_log2 with more digits
+            # than the maximum has, and take 2 to the power of the difference.
+            scores = tl.where(visible, scores * to_log2, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1) * to_log2)
+            weights = tl.exp2(scores * to_log2 - new_top[:, None])
         rescale = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
         total = total * rescale + tl.sum(weights, 1)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
         top = new_top
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def _num_keys(
+    rows,  # one or many
+    num_rows,
+    cu_seqlens_q,
+    context_lens,
+    MIXED: tl.constexpr,
+):
+    """The rows' context if they decode; 0 for a row that does not, for padding, and beyond the last."""
+    keys = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
+    if MIXED:
+        starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
+        keys = tl.where(ends - starts == 1, keys, 0)
+    return keys
+
+
+@triton.jit
+def _num_tiles(
+    keys,  # of one row or of many
+    window,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Tiles that a decode reads: the window's first one begins before the window."""
+    if HAS_WINDOW:
+        keys -= tl.maximum(keys - window, 0) // BLOCK_N * BLOCK_N
+    return (keys + BLOCK_N - 1) // BLOCK_N
+
+
+@triton.jit
+def _num_splits(
+    num_tiles,  # of one row or of many
+    split_tiles,  # tiles a split should have
+    MAX_SPLITS: tl.constexpr,
+):
+    """Splits of a row, all of one length but the last. At least 1."""
+    splits = tl.minimum((num_tiles + split_tiles - 1) // split_tiles, MAX_SPLITS)
+    splits = tl.maximum(splits, 1)
+    tiles = tl.maximum((num_tiles + splits - 1) // splits, 1)  # evened out: 5 tiles by 4 are 3, 2
+    return tl.maximum((num_tiles + tiles - 1) // tiles, 1)
+
+
+@triton.jit
+def _add_up(
+    partial_out,
+    partial_lse,
+    out,
+    first,  # item of split 0
+    second,  # item of split 1; those of the others follow it
+    num_splits,
+    token,
+    kv_head,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,  # splits at once: their loads are in flight together
+):
+    """Weigh the splits of one row and KV head by their log-sum-exp, in order, and store the result."""
+    group = tl.arange(0, GROUP_PADDED)
+    heads = kv_head * GROUP_SIZE + group
+    dims = tl.arange(0, V_PADDED)
+    top = tl.full((GROUP_PADDED,), -1e30, tl.float32)
+    total = tl.full((GROUP_PADDED,), 0.0, tl.float32)
+    acc = tl.full((GROUP_PADDED, V_PADDED), 0.0, tl.float32)
+    for base in range(0, num_splits, CHUNK):
+        splits = base + tl.arange(0, CHUNK)
+        items = tl.where(splits == 0, first, second + splits - 1).to(tl.int64)
+        lines = items[None, :] * (NUM_KV_HEADS * GROUP_SIZE) + heads[:, None]
+        live = (group < GROUP_SIZE)[:, None] & (splits < num_splits)[None, :]
+        lse = tl.load(partial_lse + lines, mask=live, other=-1e30, cache_modifier=".cg")
+        part = tl.load(
+            partial_out + lines[:, :, None] * V_DIM + dims[None, None, :],
+            mask=live[:, :, None] & (dims < V_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        rescale = tl.exp2(top - new_top)
+        weights = tl.exp2(lse - new_top[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * part, 1)
+        top = new_top
+    acc = acc / total[:, None]
+    at = token.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
+    tl.store(
+        out + at[:, None] * V_DIM + dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(group < GROUP_SIZE)[:, None] & (dims < V_DIM)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_extras", "min_split_tiles"])
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
     out,
-    partial_out,  # [num_rows * num_heads, num_splits, V_DIM] float32
-    partial_lse,  # [num_rows * num_heads, num_splits] float32, log2 units
+    partial_out,  # [num_rows + num_extras, num_kv_heads, GROUP_SIZE, V_DIM] float32
+    partial_lse,  # [num_rows + num_extras, num_kv_heads, GROUP_SIZE] float32, log2 units
+    counters,  # [num_rows, num_kv_heads] int32: splits that have arrived. Zero before and after
     sinks,
     block_tables,
     row_slots,
     cu_seqlens_q,
     context_lens,
-    num_splits,
+    num_rows,
+    num_extras,
+    min_split_tiles,
     window,
     scale,
     softcap,
@@ -169,31 +334,69 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
     MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program: one row, one KV head with its group of query heads as the tile, one split of the context."""
+    """One program: one KV head with its group of query heads as the tile, one split of a row's context.
+
+    Item i below num_rows is the first split of row i; the extras behind them are the other splits, in the order of the
+    rows, as many as the device finds. A short row is one split and asks nobody. Where a row is longer than
+    min_split_tiles, all rows' lengths together say how long a split is: so long that the extras suffice, whatever the
+    mix. A row's splits leave their results in the scratch, and the one that arrives last adds them up.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
-    row = tl.program_id(0) // NUM_KV_HEADS
+    if PDL:
+        gdc_wait()
+    item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    split = tl.program_id(1)
+    extra = item - num_rows  # below 0: a first split
+    row = item
+    # Asked for before it is known whether they matter: a short row waits for one load less.
+    keys = _num_keys(row, num_rows, cu_seqlens_q, context_lens, MIXED)
+    slot = tl.load(row_slots + row, mask=extra < 0, other=0)
+    tiles = _num_tiles(keys, window, BLOCK_N, HAS_WINDOW)
+    split_tiles = min_split_tiles
+    first_extra = 0
+    if (extra >= 0) | (tiles > min_split_tiles):
+        all_tiles = 0
+        for base in range(0, num_rows, ROWS):
+            many = _num_keys(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, context_lens, MIXED)
+            all_tiles += tl.sum(_num_tiles(many, window, BLOCK_N, HAS_WINDOW))
+        # A row of n tiles has at most (n - 1) / split_tiles extras: no more than num_extras in all.
+        split_tiles = tl.maximum(min_split_tiles, tl.cdiv(all_tiles, num_extras))
+        row = 0
+        end_extra = 0
+        for base in range(0, num_rows, ROWS):
+            rows = base + tl.arange(0, ROWS)
+            many = _num_keys(rows, num_rows, cu_seqlens_q, context_lens, MIXED)
+            extras = _num_splits(_num_tiles(many, window, BLOCK_N, HAS_WINDOW), split_tiles, MAX_SPLITS) - 1
+            before = tl.where(extra < 0, rows < item, end_extra + tl.cumsum(extras) <= extra) & (rows < num_rows)
+            row += tl.sum(before.to(tl.int32))
+            first_extra += tl.sum(tl.where(before, extras, 0))
+            end_extra += tl.sum(extras)
+        if extra >= 0:
+            keys = _num_keys(row, num_rows, cu_seqlens_q, context_lens, MIXED)
+            slot = tl.load(row_slots + row, mask=row < num_rows, other=0)
+            tiles = _num_tiles(keys, window, BLOCK_N, HAS_WINDOW)
+    if row >= num_rows:
+        return
     token = row
     if MIXED:
         token = tl.load(cu_seqlens_q + row)
         if tl.load(cu_seqlens_q + row + 1) - token != 1:
             return
-    context_len = tl.load(context_lens + row)
-    slot = tl.load(row_slots + row).to(tl.int64)
-
-    first = 0
+    num_splits = _num_splits(tiles, split_tiles, MAX_SPLITS)
+    split_len = (tiles + num_splits - 1) // num_splits * BLOCK_N
+    start = tl.where(extra < 0, 0, extra - first_extra + 1) * split_len
     if HAS_WINDOW:
-        first = tl.maximum(context_len - window, 0) // BLOCK_N * BLOCK_N
-    split_len = tl.cdiv(tl.cdiv(context_len - first, BLOCK_N), num_splits) * BLOCK_N
-    start = first + split * split_len
-    end = tl.minimum(start + split_len, context_len)
+        start += tl.maximum(keys - window, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start + split_len, keys)
 
     group = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + group
@@ -203,13 +406,21 @@ def _decode_kernel(
         mask=(group < GROUP_SIZE)[:, None] & (k_dims < K_DIM)[None, :],
         other=0.0,
     )
-    positions = tl.zeros((BLOCK_M,), tl.int32) + context_len - 1
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    if HAS_SINKS:  # a column without a value: the first split's
+        sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
+        top = tl.where(extra < 0, tl.maximum(sink, -1e30), top)
+        total = tl.where(extra < 0, 1.0, total)
     top, total, acc = _attend_pages(
+        top,
+        total,
+        tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32),
         query,
-        positions,
+        tl.full((BLOCK_M,), -1, tl.int32) + keys,
         k_cache + kv_head * K_DIM,
         v_cache + kv_head * V_DIM,
-        block_tables + slot * table_stride,
+        block_tables + slot.to(tl.int64) * table_stride,
         start,
         end,
         window,
@@ -223,75 +434,61 @@ def _decode_kernel(
         K_PADDED,
         V_PADDED,
         BLOCK_SIZE,
-        BLOCK_M,
         BLOCK_N,
+        True,
         HAS_WINDOW,
         HAS_SOFTCAP,
     )
+    if PDL:
+        gdc_launch_dependents()
+    total = tl.maximum(total, 1e-20)
+    acc = acc / total[:, None]
     v_dims = tl.arange(0, V_PADDED)
     mask = (group < GROUP_SIZE)[:, None] & (v_dims < V_DIM)[None, :]
-    if not SPLIT:
+    if num_splits == 1:
         lines = token.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
-        if HAS_SINKS:
-            sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
-            new_top = tl.maximum(top, sink)
-            rescale = tl.exp2(top - new_top)
-            acc = acc * rescale[:, None]
-            total = total * rescale + tl.exp2(sink - new_top)
-        acc = acc / tl.maximum(total, 1e-20)[:, None]
         tl.store(out + lines[:, None] * V_DIM + v_dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
     else:
-        # A split without keys stores zeros with a weight of 2^-1e30.
-        lines = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads) * num_splits + split
-        acc = acc / tl.maximum(total, 1e-20)[:, None]
+        lines = item.to(tl.int64) * (NUM_KV_HEADS * GROUP_SIZE) + heads
         tl.store(partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=mask)
-        tl.store(partial_lse + lines, top + tl.log2(tl.maximum(total, 1e-20)), mask=group < GROUP_SIZE)
+        tl.store(partial_lse + lines, top + tl.log2(total), mask=group < GROUP_SIZE)
+        # One thread does the atomic. The barrier puts every thread's stores before it, and its release makes them
+        # visible to the whole GPU first: Triton 3.6 puts no barrier there by itself. Whoever arrives last has acquired
+        # them by the same atomic, whose result reaches its other threads over a barrier. They read at L2 (.cg), so
+        # that no line that an earlier launch left in L1 can answer.
+        tl.debug_barrier()
+        counter = counters + row * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.store(counter, 0)  # for the next launch: nobody of this one is still to come
+            _add_up(
+                partial_out,
+                partial_lse,
+                out,
+                row,
+                num_rows + first_extra,
+                num_splits,
+                token,
+                kv_head,
+                GROUP_SIZE,
+                NUM_KV_HEADS,
+                V_DIM,
+                V_PADDED,
+                GROUP_PADDED,
+                CHUNK,
+            )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_kernel(
-    partial_out,
-    partial_lse,
-    sinks,
+@triton.jit
+def _num_query_tiles(
+    rows,  # one or many
+    num_rows,
     cu_seqlens_q,
-    out,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MIXED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """One program weighs the splits of one row and head, and adds them up."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    line = tl.program_id(0).to(tl.int64)
-    row = line // NUM_HEADS
-    token = row
-    if MIXED:
-        token = tl.load(cu_seqlens_q + row).to(tl.int64)
-        if tl.load(cu_seqlens_q + row + 1) - token != 1:
-            return
-    splits = tl.arange(0, MAX_SPLITS)
-    dims = tl.arange(0, V_PADDED)
-    lse = tl.load(partial_lse + line * num_splits + splits, mask=splits < num_splits, other=-1e30)
-    top = tl.max(lse, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + line % NUM_HEADS).to(tl.float32) * LOG2E
-        top = tl.maximum(top, sink)
-    weights = tl.exp2(lse - top)
-    total = tl.sum(weights, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - top)
-    mask = dims < V_DIM
-    result = tl.zeros((V_PADDED,), tl.float32)
-    for split in range(num_splits):
-        at = line * num_splits + split
-        weight = tl.exp2(tl.load(partial_lse + at) - top)
-        result += weight * tl.load(partial_out + at * V_DIM + dims, mask=mask, other=0.0)
-    result = result / total
-    line = token * NUM_HEADS + line % NUM_HEADS
-    tl.store(out + line * V_DIM + dims, result.to(out.dtype.element_ty), mask=mask)
+    """Tiles of queries that the rows' prompts make: 0 for a row of one query, of none, or beyond the last."""
+    starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
+    ends = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
+    return tl.where(ends - starts > 1, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -326,82 +523,104 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program: BLOCK_M queries of one row and one head.
+    """One program: some tiles of BLOCK_M queries of one row, for one head.
 
-    Row r's tiles begin at cu_seqlens_q[r] // BLOCK_M + r, which leaves room for a partial tile of every row before it,
-    so the grid is a function of the step's shape. A program finds its row by bisection (as in vLLM's unified kernel).
+    The grid has tiles for the step's tokens and a few rows' broken ends; in a step of very many short prompts a program
+    takes several. Tiles go by row, and in a row from last to first: the last reads the most keys.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
+    if PDL:
+        gdc_wait()
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    row = 0
-    above = num_rows
-    while above - row > 1:
-        middle = (row + above) // 2
-        if tl.load(cu_seqlens_q + middle) // BLOCK_M + middle <= tile:
-            row = middle
-        else:
-            above = middle
-    token_start = tl.load(cu_seqlens_q + row)
-    query_len = tl.load(cu_seqlens_q + row + 1) - token_start
-    tile = tile - (token_start // BLOCK_M + row)
-    if (tile * BLOCK_M >= query_len) | (query_len == 1):
-        return
-    context_len = tl.load(context_lens + row)
-    slot = tl.load(row_slots + row).to(tl.int64)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    all_tiles = 0
+    for base in range(0, num_rows, ROWS):
+        all_tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_M))
+    # Without disable_licm what the inner loops compute once is kept in registers across tiles, and some is spilled.
+    for item in tl.range(tl.program_id(1), all_tiles, tl.num_programs(1), disable_licm=True):
+        row = 0
+        end_tile = 0
+        tile = item
+        for base in range(0, num_rows, ROWS):
+            rows = base + tl.arange(0, ROWS)
+            tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_M)
+            before = (end_tile + tl.cumsum(tiles) <= item) & (rows < num_rows)
+            row += tl.sum(before.to(tl.int32))
+            tile -= tl.sum(tl.where(before, tiles, 0))
+            end_tile += tl.sum(tiles)
+        tile = _num_query_tiles(row, num_rows, cu_seqlens_q, BLOCK_M) - 1 - tile
+        token_start = tl.load(cu_seqlens_q + row)
+        query_len = tl.load(cu_seqlens_q + row + 1) - token_start
+        context_len = tl.load(context_lens + row)
+        slot = tl.load(row_slots + row).to(tl.int64)
+        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        tokens = (token_start + queries).to(tl.int64)
+        k_dims = tl.arange(0, K_PADDED)
+        query = tl.load(
+            q + tokens[:, None] * q_token_stride + head * q_head_stride + k_dims[None, :],
+            mask=(queries < query_len)[:, None] & (k_dims < K_DIM)[None, :],
+            other=0.0,
+        )
+        top = tl.full((BLOCK_M,), -1e30, tl.float32)
+        total = tl.full((BLOCK_M,), 0.0, tl.float32)
+        if HAS_SINKS:  # a column without a value
+            top = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2E)
+            total = total + 1.0
+        acc = tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32)
 
-    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    tokens = (token_start + queries).to(tl.int64)
-    k_dims = tl.arange(0, K_PADDED)
-    query = tl.load(
-        q + tokens[:, None] * q_token_stride + head * q_head_stride + k_dims[None, :],
-        mask=(queries < query_len)[:, None] & (k_dims < K_DIM)[None, :],
-        other=0.0,
-    )
-    past = context_len - query_len
-    end = tl.minimum(context_len, past + (tile + 1) * BLOCK_M)
-    start = 0
-    if HAS_WINDOW:
-        start = tl.maximum(past + tile * BLOCK_M - window + 1, 0) // BLOCK_N * BLOCK_N
-    top, total, acc = _attend_pages(
-        query,
-        past + queries,
-        k_cache + kv_head * K_DIM,
-        v_cache + kv_head * V_DIM,
-        block_tables + slot * table_stride,
-        start,
-        end,
-        window,
-        scale,
-        softcap,
-        k_block_stride,
-        v_block_stride,
-        NUM_KV_HEADS,
-        K_DIM,
-        V_DIM,
-        K_PADDED,
-        V_PADDED,
-        BLOCK_SIZE,
-        BLOCK_M,
-        BLOCK_N,
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-    )
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        rescale = tl.exp2(top - new_top)
-        acc = acc * rescale[:, None]
-        total = total * rescale + tl.exp2(sink - new_top)
-    acc = acc / tl.maximum(total, 1e-20)[:, None]
-    v_dims = tl.arange(0, V_PADDED)
-    tl.store(
-        out + (tokens[:, None] * NUM_HEADS + head) * V_DIM + v_dims[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=(queries < query_len)[:, None] & (v_dims < V_DIM)[None, :],
-    )
+        # Up to full_start the window hides some keys from some queries, from there to full_end every query sees every
+        # key, and behind that some keys lie in some queries' future. Most of a long row is in the middle, which needs
+        # neither masks nor bounds: 610 instructions a tile of 128 keys where the others take 1,016 (SASS, size 128).
+        past = context_len - query_len + tile * BLOCK_M  # tokens before the tile's first query
+        end = tl.minimum(context_len, past + BLOCK_M)
+        start = 0
+        full_start = 0
+        full_end = tl.maximum(past + 1, 0) // BLOCK_N * BLOCK_N
+        if HAS_WINDOW:
+            start = tl.maximum(past - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_start = tl.cdiv(tl.maximum(past + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
+            full_end = tl.maximum(full_end, start)
+            full_start = tl.minimum(full_start, full_end)
+        for phase in tl.static_range(3):
+            if HAS_WINDOW or phase > 0:
+                top, total, acc = _attend_pages(
+                    top,
+                    total,
+                    acc,
+                    query,
+                    past + tl.arange(0, BLOCK_M),
+                    k_cache + kv_head * K_DIM,
+                    v_cache + kv_head * V_DIM,
+                    block_tables + slot * table_stride,
+                    start if phase == 0 else (full_start if phase == 1 else full_end),
+                    full_start if phase == 0 else (full_end if phase == 1 else end),
+                    window,
+                    scale,
+                    softcap,
+                    k_block_stride,
+                    v_block_stride,
+                    NUM_KV_HEADS,
+                    K_DIM,
+                    V_DIM,
+                    K_PADDED,
+                    V_PADDED,
+                    BLOCK_SIZE,
+                    BLOCK_N,
+                    phase != 1,
+                    HAS_WINDOW,
+                    HAS_SOFTCAP,
+                )
+        if PDL:
+            gdc_launch_dependents()
+        acc = acc / tl.maximum(total, 1e-20)[:, None]
+        v_dims = tl.arange(0, V_PADDED)
+        tl.store(
+            out + (tokens[:, None] * NUM_HEADS + head) * V_DIM + v_dims[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=(queries < query_len)[:, None] & (v_dims < V_DIM)[None, :],
+        )
 
 
 def write_kv(
@@ -435,12 +654,16 @@ def write_kv(
         K_PADDED=triton.next_power_of_2(k_dim),
         V_PADDED=triton.next_power_of_2(v.shape[2]),
         num_warps=4,
+        **pdl_options(k.device),
         **FMA,
     )
 
 
 class TritonAttention:
-    """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it."""
+    """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it.
+
+    Its steps run one after another, as on one stream: the splits of two would count one another.
+    """
 
     max_head_dim = MAX_HEAD_DIM
     capturable = True
@@ -449,23 +672,31 @@ class TritonAttention:
         """Raise ValueError for a device that Triton has no kernels for."""
         if device.type == "cuda":
             self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            large = torch.cuda.get_device_capability(device)[0] in (9, 10)  # Hopper; Blackwell's, but not its GeForce
+            self._prefill_tiles = PREFILL if large else PREFILL_SMALL
         elif os.environ.get("TRITON_INTERPRET") == "1":
             self._num_multiprocessors = 16
+            self._prefill_tiles = PREFILL
         else:
             raise ValueError(f"attention='triton' runs on CUDA devices, not on {device}")
         self._device = device
-        self._scratch: list[Tensor] = []
+        self._partials: list[Tensor] = []
+        self._counters: list[Tensor] = []
 
     def prepare(self, batch: AttentionBatch) -> None:
         self._batch = batch
         self._tables = batch.block_tables.unbind(0)
         self._slot_mappings = batch.slot_mapping.unbind(0)
 
+    def slot_mapping(self, group: int) -> Tensor:
+        """For whoever stores k and v itself, and then attends with None for both."""
+        return self._slot_mappings[group]
+
     def attend(
         self,
         q: Tensor,  # [num_tokens, num_heads, k_head_dim]
-        k: Tensor,  # [num_tokens, num_kv_heads, k_head_dim]
-        v: Tensor,  # [num_tokens, num_kv_heads, v_head_dim]
+        k: Tensor | None,  # [num_tokens, num_kv_heads, k_head_dim]; None: in its pages already
+        v: Tensor | None,  # [num_tokens, num_kv_heads, v_head_dim]
         k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim]
         v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim]
         group: int,
@@ -476,11 +707,14 @@ class TritonAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         batch = self._batch
-        if max(q.shape[2], v.shape[2]) > MAX_HEAD_DIM:
-            raise ValueError(f"head size {max(q.shape[2], v.shape[2])}: the Triton kernels take up to {MAX_HEAD_DIM}")
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        write_kv(k, v, k_cache, v_cache, self._slot_mappings[group])
-        shape = (q.shape[0], q.shape[1], v.shape[2])
+        head_dim = max(k_cache.shape[3], v_cache.shape[3])
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head size {head_dim}: the Triton kernels take up to {MAX_HEAD_DIM}")
+        if k is not None and v is not None:
+            k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+            write_kv(k, v, k_cache, v_cache, self._slot_mappings[group])
+        q = q if q.stride(2) == 1 else q.contiguous()
+        shape = (q.shape[0], q.shape[1], v_cache.shape[3])
         num_rows = batch.context_lens.shape[0]
         # In a decode step the kernel writes every token; else there may be padding behind the last row.
         mixed = batch.max_query_len != 1 or q.shape[0] != num_rows
@@ -508,24 +742,37 @@ class TritonAttention:
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         group_size = num_heads // num_kv_heads
+        group_padded = triton.next_power_of_2(group_size)
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
-        block_n = _tile_len(k_padded, v_padded, q.element_size())
-        context_len = min(batch.max_context_len, window) if window else batch.max_context_len
-        num_splits = self._num_splits(num_rows * num_kv_heads, context_len)
-        partial_out, partial_lse = self._partials(num_rows * num_heads * num_splits, v_dim)
-        _decode_kernel[(num_rows * num_kv_heads, num_splits)](
+        tiles = DECODE_FLOAT32 if q.element_size() == 4 else DECODE
+        block_n, num_warps, num_stages = tiles[max(64, k_padded, v_padded)]
+        context_len = min(batch.max_context_len, window + block_n - 1) if window else batch.max_context_len
+        busy = num_rows * num_kv_heads >= self._num_multiprocessors // 2
+        min_split_tiles = (FULL_SPLIT_LEN if busy else MIN_SPLIT_LEN) // block_n
+        num_extras = 0
+        if (max_splits := triton.cdiv(triton.cdiv(context_len, block_n), min_split_tiles)) > 1:
+            # Half as many as there are rows lets the long ones of very many be split too.
+            num_extras = max(triton.cdiv(EXTRA_PROGRAMS * self._num_multiprocessors, num_kv_heads), num_rows // 2)
+            num_extras = min(num_extras, num_rows * max_splits)
+        num_items = num_rows + num_extras
+        num_lines = num_items * num_heads
+        partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
+        _decode_kernel[(num_items * num_kv_heads,)](
             q,
             k_cache,
             v_cache,
             out,
-            partial_out,
-            partial_lse,
+            partials[: num_lines * v_dim],
+            partials[num_lines * v_dim :],
+            self._grown(self._counters, num_rows * num_kv_heads, torch.int32),
             q if sinks is None else sinks,
             self._tables[group],
             batch.row_slots,
             batch.cu_seqlens_q,
             batch.context_lens,
-            num_splits,
+            num_rows,
+            num_extras,
+            min_split_tiles,
             window,
             scale,
             softcap,
@@ -541,34 +788,20 @@ class TritonAttention:
             K_PADDED=k_padded,
             V_PADDED=v_padded,
             BLOCK_SIZE=block_size,
-            BLOCK_M=max(16, triton.next_power_of_2(group_size)),
+            BLOCK_M=max(16, group_padded),
             BLOCK_N=block_n,
-            SPLIT=num_splits > 1,
+            MAX_SPLITS=MAX_SPLITS,
+            GROUP_PADDED=group_padded,
+            CHUNK=max(1, min(MAX_SPLITS, 4096 // (group_padded * v_padded))),  # 32 registers a thread
             MIXED=mixed,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
-            num_warps=4,
-            num_stages=3 if (k_padded + v_padded) * block_n * q.element_size() <= 32 * 1024 else 2,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **pdl_options(q.device),
             **FMA,
         )
-        if num_splits > 1:
-            _combine_kernel[(num_rows * num_heads,)](
-                partial_out,
-                partial_lse,
-                q if sinks is None else sinks,
-                batch.cu_seqlens_q,
-                out,
-                num_splits,
-                NUM_HEADS=num_heads,
-                V_DIM=v_dim,
-                V_PADDED=v_padded,
-                MAX_SPLITS=MAX_SPLITS,
-                MIXED=mixed,
-                HAS_SINKS=sinks is not None,
-                num_warps=1,
-                **FMA,
-            )
 
     def _prefill(
         self,
@@ -587,9 +820,10 @@ class TritonAttention:
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
-        # IEEE float32 dots become one unrolled FMA a product: 64 x 64 tiles would take minutes to compile.
-        block_m = 32 if q.element_size() == 4 else 64
-        _prefill_kernel[(num_heads, q.shape[0] // block_m + num_rows)](
+        block_m, block_n, num_warps, num_stages = PREFILL_FLOAT32
+        if q.element_size() == 2:
+            block_m, block_n, num_warps, num_stages = self._prefill_tiles[max(64, k_padded, v_padded)]
+        _prefill_kernel[(num_heads, q.shape[0] // block_m + min(num_rows, PREFILL_ROWS))](
             q,
             k_cache,
             v_cache,
@@ -616,38 +850,31 @@ class TritonAttention:
             V_PADDED=v_padded,
             BLOCK_SIZE=block_size,
             BLOCK_M=block_m,
-            BLOCK_N=_tile_len(k_padded, v_padded, q.element_size()),
+            BLOCK_N=block_n,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
-            num_warps=4,
-            num_stages=2,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **pdl_options(q.device),
             **FMA,
         )
 
-    def _num_splits(self, num_programs: int, max_context_len: int) -> int:
-        """Enough splits for two programs a multiprocessor; a power of two."""
-        wanted = triton.next_power_of_2(triton.cdiv(2 * self._num_multiprocessors, num_programs))
-        return min(wanted, max(1, triton.next_power_of_2(max_context_len) // MIN_SPLIT_LEN), MAX_SPLITS)
+    def _grown(self, kept: list[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """The newest scratch of a kind, with at least ``size`` elements: all zeros when it was made.
 
-    def _partials(self, num_lines: int, v_dim: int) -> tuple[Tensor, Tensor]:
-        """Scratch for the splits: [num_lines, v_dim] and [num_lines] float32. Allocates only when it has to grow.
-
-        What it outgrew stays alive: a captured CUDA graph may hold its address.
+        What it outgrew stays alive, because a captured CUDA graph may hold its address. It grows outside of captures
+        alone, where its zeros would be written at every replay and not before: a step runs once before it is captured.
         """
-        size = num_lines * (v_dim + 1)
-        if not self._scratch or self._scratch[-1].numel() < size:
-            if self._scratch:  # at least doubled, so that all that is kept is no more than what is used
-                size = max(size, 2 * self._scratch[-1].numel())
-            self._scratch.append(torch.empty(size, dtype=torch.float32, device=self._device))
-        return self._scratch[-1][: num_lines * v_dim], self._scratch[-1][num_lines * v_dim :]
+        if not kept or kept[-1].numel() < size:
+            capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            assert not capturing, "run a step once before it is captured"
+            if kept:  # at least doubled, so that all that is kept is no more than what is used
+                size = max(size, 2 * kept[-1].numel())
+            kept.append(torch.zeros(size, dtype=dtype, device=self._device))
+        return kept[-1]
 
 
 def _padded(head_dim: int) -> int:
     """A head size as tl.dot takes it."""
     return max(16, triton.next_power_of_2(head_dim))
-
-
-def _tile_len(k_padded: int, v_padded: int, element_size: int) -> int:
-    """Keys of one tile: as many as fit in 64 KiB with K and V together, at most 64 (32 in float32, to compile fast)."""
-    return min(32 if element_size == 4 else 64, max(16, 64 * 1024 // ((k_padded + v_padded) * element_size)))

@@ -234,7 +234,7 @@ def begin_step(
     """tables[table_index] = table_value, params[param_slots] = param_values, and the tokens of the step.
 
     Those are input_ids where carry_slots is negative, else last_tokens[carry_slots]: [num_tokens] int32. An index that
-    comes twice must do so with one value, or be the dummy's, of which nobody knows what it gets.
+    comes twice may get either value.
     """
     if table_index.numel():
         tables.index_put_((table_index,), table_value)
@@ -250,7 +250,7 @@ def greedy(
     last_tokens: Tensor,  # [num_slots] int32, changed in place
     sampled: Tensor,  # [at least num_rows] int32, changed in place
 ) -> None:
-    """Put the first column of each row's largest logit into last_tokens[out_slots] and sampled. NaN counts as largest."""
+    """Put the first column of each row's largest logit into last_tokens[out_slots] and sampled. NaN is the largest."""
     _keep_tokens(logits.argmax(dim=-1).int(), out_slots, last_tokens, sampled)
 
 
@@ -300,9 +300,10 @@ def thresholds(
     in_k = torch.arange(num_columns, device=logits.device) < k[:, None]
     # Relative to the largest before dividing: at temperature 1e-7 the rest weighs nothing, and is never nan.
     weights = ((ranked - ranked[:, :1]) / temperature.clamp(min=1e-30)[:, None]).exp_().masked_fill_(~in_k, 0)
-    sums = weights.cumsum(dim=-1)
+    above = weights.cumsum(dim=-1)
+    target = top_p[:, None] * above[:, -1:]
     # A row that asks for all keeps all: rounding in the sum must not cut what its neighbours' filters look at.
-    in_p = (sums - weights < top_p[:, None] * sums[:, -1:]) | (top_p >= 1)[:, None]
+    in_p = (above.sub_(weights) < target) | (top_p >= 1)[:, None]
     kept = (in_p & in_k).sum(dim=-1, keepdim=True)
     cut = (temperature > 0) & ((k < num_columns) | (top_p < 1))
     return ranked.gather(1, kept.clamp(min=1) - 1)[:, 0].masked_fill(~cut, -torch.inf)

@@ -9,8 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.sampler import FILTERED, RANDOM, encode, gumbel, sample
+from cbatch.kernels import reference
+from cbatch.kernels.reference import gumbel
+from cbatch.sampler import FILTERED, RANDOM, encode
 from cbatch.sampling_params import SamplingParams
+
+
+def sample(logits: Tensor, params: Tensor, positions: Tensor, flags: int) -> Tensor:
+    """Tokens of rows whose params and positions are given row by row."""
+    rows = torch.arange(len(logits), dtype=torch.int32)
+    last_tokens, sampled = rows.clone(), rows.clone()
+    if flags & RANDOM:
+        filtered = bool(flags & FILTERED)
+        reference.draw(logits, params, positions - 1, rows, rows, last_tokens, sampled, filtered=filtered)
+    else:
+        reference.greedy(logits, rows, last_tokens, sampled)
+    assert torch.equal(last_tokens, sampled)
+    return sampled
 
 
 def draw(logits: Tensor, params: SamplingParams, seed: int = 1, positions: int = 1) -> np.ndarray:
@@ -108,7 +123,8 @@ def test_top_k_over_the_vocabulary_keeps_all_and_minus_infinity_is_never_drawn()
     assert set(plain.tolist()) == {3, 30}
     assert (draw(logits, SamplingParams(temperature=1.0, top_k=10_000), positions=200) == plain).all()
     assert (draw(logits, SamplingParams(temperature=1.0, top_k=2**40), positions=200) == plain).all()
-    assert set(draw(logits, SamplingParams(temperature=1.0, top_p=1e-9), positions=50).tolist()) == {30}
+    for top_p in (1e-9, 1e-300):  # the second is 0 as a float32
+        assert set(draw(logits, SamplingParams(temperature=1.0, top_p=top_p), positions=50).tolist()) == {30}
 
 
 def test_noise_is_finite_and_no_filter_is_ever_left() -> None:

@@ -33,28 +33,30 @@ class PagedStep:
         return backend.attend(self.q, self.k, self.v, self.k_cache, self.v_cache, self.group, **self.options)
 
     def expected(self) -> Tensor:
-        """Dense attention in float64, one row and one head at a time. Zeros where no row has the token."""
+        """Dense attention in float64, row by row. Zeros where no row has the token."""
         scale, window = float(self.options["scale"]), int(self.options["window"])
         softcap, sinks = float(self.options["softcap"]), self.options["sinks"]
         num_heads = self.q.shape[1]
         out = torch.zeros(self.q.shape[0], num_heads, self.v.shape[2], dtype=torch.float64)
         start = 0
-        for (query_len, context_len), (keys, values) in zip(self.rows, self.dense, strict=True):
-            for head in range(num_heads if context_len else 0):
-                kv_head = head * keys.shape[1] // num_heads
-                query = self.q[start : start + query_len, head].cpu().double()
-                scores = query @ keys[:, kv_head].cpu().double().T * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                for i in range(query_len):
-                    position = context_len - query_len + i
-                    first = max(0, position - window + 1) if window else 0
-                    exps = torch.exp(scores[i, first : position + 1] - scores[i].max())
-                    total = exps.sum()
-                    if sinks is not None:
-                        total = total + torch.exp(sinks[head].cpu().double() - scores[i].max())
-                    out[start + i, head] = exps / total @ values[first : position + 1, kv_head].cpu().double()
+        for (query_len, context_len), dense in zip(self.rows, self.dense, strict=True):
+            tokens = slice(start, start + query_len)
             start += query_len
+            if not context_len:
+                continue
+            group = num_heads // dense[0].shape[1]
+            keys, values = (x.cpu().double().repeat_interleave(group, 1).transpose(0, 1) for x in dense)
+            scores = self.q[tokens].cpu().double().transpose(0, 1) @ keys.transpose(1, 2) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            age = torch.arange(context_len - query_len, context_len)[:, None] - torch.arange(context_len)
+            hidden = (age < 0) | (age >= window) if window else age < 0
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:  # a last column without a value
+                column = sinks.cpu().double()[:, None, None].expand(-1, query_len, 1)
+                scores = torch.cat([scores, column], -1)
+            weights = scores.softmax(-1)[..., :context_len]
+            out[tokens] = (weights @ values).transpose(0, 1)
         return out
 
 

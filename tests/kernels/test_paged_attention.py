@@ -14,12 +14,33 @@ from tests.kernels.targets import INTERPRETED, run_under_the_interpreter, target
 
 @pytest.fixture
 def backend_on():
+    """Make a backend. Whatever it was used for, its counters are zero in the end: the next launch relies on it."""
+    made = []
+
     def make(device: str):
         from cbatch.kernels.paged_attention import TritonAttention
 
-        return TritonAttention(torch.device(device))
+        made.append(TritonAttention(torch.device(device)))
+        return made[-1]
 
-    return make
+    yield make
+    assert not any(counters.any() for backend in made for counters in backend._counters)
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 64 tokens, as many as a step can have, so that small steps are split as large ones are."""
+    from cbatch.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "MIN_SPLIT_LEN", 64)
+    monkeypatch.setattr(paged_attention, "FULL_SPLIT_LEN", 64)
+    monkeypatch.setattr(paged_attention, "EXTRA_PROGRAMS", 1000)
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Bit for bit, NaN included."""
+    bits = torch.int32 if actual.element_size() == 4 else torch.int16
+    assert torch.equal(actual.view(bits), expected.view(bits))
 
 
 @targets
@@ -89,6 +110,100 @@ def test_inputs_may_be_slices_of_a_fused_projection(paged_step, assert_near, bac
     assert_near(step.run(backend_on(device)), step.expected())
 
 
+@targets
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 150}, {"window": 100, "softcap": 2.0, "sinks": True}],
+    ids=str,
+)
+def test_splits_begin_and_end_anywhere(paged_step, assert_near, backend_on, short_splits, device, dtype, options):
+    contexts = [1, 63, 64, 65, 0, 127, 128, 129, 300, 320]
+    step = paged_step([(1, n) for n in contexts], num_heads=3, num_kv_heads=1, device=device, dtype=dtype, **options)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+def test_splits_beside_prompts_and_padding(paged_step, assert_near, backend_on, short_splits, device, dtype):
+    rows = [(1, 200), (1, 0), (1, 130), (40, 40), (1, 65), (0, 0), (3, 200), (1, 1)]
+    step = paged_step(rows, num_heads=3, num_kv_heads=1, num_padding=3, device=device, dtype=dtype)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+def test_one_row_of_very_many_splits(paged_step, assert_near, backend_on, short_splits, device, dtype):
+    """18 splits, of which the last program to arrive reads 8 at a time: two full turns and a broken one."""
+    step = paged_step([(1, 5), (1, 1100)], num_heads=8, num_kv_heads=1, head_dim=64, device=device, dtype=dtype)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+@pytest.mark.parametrize("num_multiprocessors", [1, 1000])
+def test_contexts_of_many_lengths_share_the_splits(
+    paged_step, assert_near, backend_on, short_splits, monkeypatch, device, dtype, num_multiprocessors
+):
+    """With few extra programs only the longest rows are split, and never into more than there are programs for."""
+    from cbatch.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "EXTRA_PROGRAMS", 1)
+    backend = backend_on(device)
+    backend._num_multiprocessors = num_multiprocessors
+    contexts = range(1, 131, 1 if device == "cuda" else 10)
+    step = paged_step([(1, n) for n in contexts], num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
+    assert_near(step.run(backend), step.expected())
+
+
+@targets
+def test_more_rows_than_a_program_looks_at_in_one_go(paged_step, assert_near, backend_on, short_splits, device, dtype):
+    """It takes 128. Rows that are split, and prompts, stand before and behind that line."""
+    rows = [(1, 200), (4, 9), *[(0, 0)] * 124, (1, 70), (1, 90), (1, 150), (1, 1), (5, 40)]
+    step = paged_step(rows, num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
+    backend = backend_on(device)
+    backend._num_multiprocessors = 0  # half as many extra programs as there are rows
+    assert_near(step.run(backend), step.expected())
+
+
+@targets
+def test_programs_take_several_tiles_of_prompts(paged_step, assert_near, backend_on, monkeypatch, device, dtype):
+    """The grid has room for 2 broken ends: the 7 short prompts share it with a long one's tiles."""
+    from cbatch.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "PREFILL_ROWS", 2)
+    rows = [(1, 40), (2, 2), (3, 70), (5, 5), (1, 9), (300 if device == "cuda" else 40, 400), (2, 9), (4, 4), (6, 6)]
+    step = paged_step(rows, num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+def test_keys_and_values_may_be_in_the_pages_already(paged_step, backend_on, device, dtype):
+    step = paged_step([(1, 40), (1, 0), (7, 50)], device=device, dtype=dtype)
+    backend = backend_on(device)
+    expected = step.run(backend)
+    assert torch.equal(backend.slot_mapping(step.group), step.batch.slot_mapping[step.group])
+    k_cache, v_cache = step.k_cache.clone(), step.v_cache.clone()
+    step.k, step.v = None, None
+    assert torch.equal(step.run(backend), expected)
+    assert_same_bits(step.k_cache, k_cache)
+    assert_same_bits(step.v_cache, v_cache)
+
+
+@targets
+def test_scratch_is_kept_and_only_grows(paged_step, backend_on, short_splits, device, dtype):
+    """A captured graph may hold the address of any scratch there ever was, so none is freed or left dirty."""
+    backend = backend_on(device)
+    small, large = (
+        paged_step([(1, 130)] * num_rows, num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
+        for num_rows in (1, 3)
+    )
+    first = small.run(backend)
+    assert torch.equal(small.run(backend), first)
+    assert len(backend._counters) == len(backend._partials) == 1
+    large.run(backend)
+    assert len(backend._counters) == len(backend._partials) == 2
+    assert torch.equal(small.run(backend), first)
+    large.run(backend)
+    assert len(backend._counters) == len(backend._partials) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 4096])
 def test_long_contexts_on_cuda(paged_step, assert_near, backend_on, window):
@@ -103,6 +218,29 @@ def test_long_contexts_on_cuda(paged_step, assert_near, backend_on, window):
         window=window,
     )
     assert_near(step.run(backend_on("cuda")), step.expected())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows, longest", [(1, 20000), (8, 3000), (40, 3000)])
+def test_splits_add_up_to_the_same_bits_whoever_arrives_last(paged_step, assert_near, backend_on, num_rows, longest):
+    """A race of stores and counters would show here, if anywhere: 300 launches, all equal and all right."""
+    contexts = [max(1, longest * (i + 1) ** 2 // num_rows**2) for i in range(num_rows)]
+    step = paged_step(
+        [(1, n) for n in contexts],
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        block_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    backend = backend_on("cuda")
+    expected = step.run(backend)
+    assert_near(expected, step.expected())
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        different += (step.run(backend) != expected).sum()
+    assert different.item() == 0
 
 
 @pytest.mark.gpu
