@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_WINDOW = 16384  # most recent steps kept for the percentiles
+_WINDOW = 4096  # most recent steps kept for the percentiles, which take 0.15 ms of whoever asks for them
 
 
 class StepClock:
@@ -36,11 +36,11 @@ class StepClock:
         rows = self._rows[: min(self.num_steps, _WINDOW)]
         if not len(rows):
             rows = np.zeros((1, 3))
-        step_ms, host_us = rows[:, 0], rows[:, 1]
+        p50, p99, p999 = np.percentile(rows[:, :2], (50, 99, 99.9), axis=0).tolist()
         return {
-            "ms_per_step_p50": float(np.percentile(step_ms, 50)),
-            "ms_per_step_p99": float(np.percentile(step_ms, 99)),
-            "host_us_per_step_p50": float(np.percentile(host_us, 50)),
-            "host_us_per_step_p99": float(np.percentile(host_us, 99)),
-            "host_us_per_step_p999": float(np.percentile(host_us, 99.9)),
+            "ms_per_step_p50": p50[0],
+            "ms_per_step_p99": p99[0],
+            "host_us_per_step_p50": p50[1],
+            "host_us_per_step_p99": p99[1],
+            "host_us_per_step_p999": p999[1],
         }

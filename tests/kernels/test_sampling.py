@@ -121,7 +121,10 @@ def test_mixed_rows_draw_as_the_twin_does(device, dtype, vocab, spread):
     rows = len(ASKED)
     logits, params = spread * random(rows, vocab, device=device, dtype=dtype), params_of(ASKED, device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
-    assert torch.equal(sampling.thresholds(logits, params, slots), reference.thresholds(logits, params, slots))
+    cuts = sampling.thresholds(logits, params, slots), reference.thresholds(logits, params, slots)
+    # A sum of 262,144 weights in another order may fall on the other side of top_p: by a token or two of float32.
+    between = (logits >= torch.minimum(*cuts)[:, None]) & (logits < torch.maximum(*cuts)[:, None])
+    assert between.sum(-1).max() <= (2 if dtype == torch.float32 else 0)
     for filtered in (True, False):
         options = {"positions": list(range(3, 3 + rows)), "filtered": filtered}
         chosen = tokens_of(sampling, logits, params, list(range(rows)), **options)
