@@ -42,7 +42,10 @@ class Pages:
         num_blocks = sum(counts) + 4
         size = BLOCK_SIZE * num_kv_heads * head_dim
         pool = torch.randn(num_blocks, 2 * layers * size, dtype=dtype, device=device)
-        parts = pool.view(num_blocks, 2 * layers, BLOCK_SIZE, num_kv_heads, head_dim).unbind(1)
+        if device == "cuda":  # as ``cbatch.kv_cache`` lays them out
+            parts = pool.view(num_blocks, 2 * layers, num_kv_heads, BLOCK_SIZE, head_dim).transpose(2, 3).unbind(1)
+        else:
+            parts = pool.view(num_blocks, 2 * layers, BLOCK_SIZE, num_kv_heads, head_dim).unbind(1)
         self.layers = list(zip(parts[::2], parts[1::2], strict=True))
         blocks = (torch.randperm(num_blocks - 1)[: sum(counts)] + 1).int()
         tables = torch.zeros(1, rows, max(counts), dtype=torch.int32)

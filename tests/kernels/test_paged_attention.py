@@ -114,6 +114,13 @@ def test_rows_attend_to_their_context_and_nothing_else(paged_step, assert_near, 
 
 
 @targets
+def test_heads_may_lie_one_behind_the_other_in_a_page(paged_step, assert_near, backend_on, device, dtype):
+    rows = [(1, 300), (1, 16), (1, 0), (19, 90), (30, 30)]
+    step = paged_step(rows, device=device, dtype=dtype, heads_first=True, num_padding=3, head_dim=24, v_head_dim=40)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
 @pytest.mark.parametrize(
     "options",
     [
