@@ -45,7 +45,8 @@ FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where
 # That was before two changes which it led to. Rows were split by rounding up: at 2, the 66 tiles of 4,192 by 64 a split
 # (and 127 by 124 of 8,100) made 512 programs where 396 are resident, a wave and a third. To the nearest, rows of one
 # length stay whole. And each program of each layer worked out its own split from all rows' lengths: 2 us, and 1.5 to
-# 2.7 us for extras that had none. Now a plan made once a step says so.
+# 2.7 us for extras that had none. Now a plan made once a step says so: 13.0, 39.3 and 134.7, but 285 at 8,100, where a
+# pool of six layers instead of four or the extras may be to blame (``python -m benchmarks.attention_sweep``).
 EXTRA_PROGRAMS = 2  # a multiprocessor: how many splits beyond the rows' first ones there may be
 MAX_SPLITS = 64  # of a row
 MIN_SPLIT_LEN = 128  # tokens a split should have, where the rows leave multiprocessors idle
@@ -706,9 +707,9 @@ class TritonAttention:
 
     max_head_dim = MAX_HEAD_DIM
     capturable = True
-    # Token behind token, a head's keys are pieces of 256 bytes, and what the programs of a row read together drifts
-    # apart: 285 us a layer for 32 rows at 8,100 in some runs.
-    heads_first = True
+    heads_first = (
+        False  # a head's tokens together gained 1 to 2% at 32 rows and lost 3% at 256 (``benchmarks.attention_sweep``)
+    )
 
     def __init__(self, device: torch.device) -> None:
         """Raise ValueError for a device that Triton has no kernels for."""
