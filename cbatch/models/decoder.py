@@ -141,7 +141,7 @@ class Decoder:
         """Make a decoder of weights in transformers' layout. Raises UnsupportedModelError, and nothing was taken then,
         if they are not exactly those that the config stands for."""
         tables = rope_tables(hf_config, config, facts.max_model_len, source.device)
-        return cls(config, load_weights(source, config, tables), facts)
+        return cls(config, load_weights(source, config, tables, make_ops(source.device).pack), facts)
 
     @classmethod
     def from_transformers(cls, like: TransformersModel, *, take_weights: bool) -> Decoder:

@@ -5,8 +5,9 @@ Knows names and shapes; knows nothing of a forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,7 +56,12 @@ class Weights:
 
 
 @torch.no_grad()
-def load_weights(source: WeightSource, config: DecoderConfig, rope_tables: Mapping[str, Tensor]) -> Weights:
+def load_weights(
+    source: WeightSource,
+    config: DecoderConfig,
+    rope_tables: Mapping[str, Tensor],
+    pack: Callable[[Tensor], Tensor] = lambda weight: weight,  # as ``Ops.pack``: how products read a matrix fastest
+) -> Weights:
     """Read the weights, layer by layer. Beside them, no more than one tensor of the source is ever in memory.
 
     Raises UnsupportedModelError where the source does not have exactly the weights that the config stands for; nothing
@@ -63,7 +69,7 @@ def load_weights(source: WeightSource, config: DecoderConfig, rope_tables: Mappi
     """
     _expect(source, config)
     names = config.names
-    body, read = names.body, _Reader(source, config)
+    body, read = names.body, _Reader(source, config, pack)
     embed = read.tensor(f"{body}.{names.embed}.weight")
     positions = read.tensor(f"{body}.{names.positions}.weight") if names.positions else None
     turned = max((table.shape[1] for table in rope_tables.values()), default=0)
@@ -71,7 +77,7 @@ def load_weights(source: WeightSource, config: DecoderConfig, rope_tables: Mappi
     final_norm = read.norm(f"{body}.{names.final_norm}")
     # Of a padded head, the tokens beyond the embedding could be sampled, but not fed.
     head = embed if source.tied else read.tensor("lm_head.weight")[: len(embed)]
-    return Weights(embed, positions, layers, final_norm, Linear(head, None), dict(rope_tables))
+    return Weights(embed, positions, layers, final_norm, Linear(pack(head), None), dict(rope_tables))
 
 
 def _expect(source: WeightSource, config: DecoderConfig) -> None:
@@ -99,9 +105,8 @@ def _layer(read: _Reader, at: str, config: DecoderConfig, rotary_dim: int) -> La
         return read.norm(f"{at}.{name}") if name else None
 
     attn_norm = norm(names.attn_norm)
-    qkv = read.linear(*(f"{at}.{name}" for name in names.qkv))
-    if config.rope_interleaved:
-        qkv = _halves_of_neighbours(qkv, config, rotary_dim)
+    turn = partial(_halves_of_neighbours, config=config, rotary_dim=rotary_dim) if config.rope_interleaved else None
+    qkv = read.linear(*(f"{at}.{name}" for name in names.qkv), then=turn)
     qk_norms = None
     if config.qk_norm != "none":
         q_norm, k_norm = (read.norm_weight(f"{at}.{name}") for name in names.qk_norm)
@@ -123,16 +128,18 @@ def _layer(read: _Reader, at: str, config: DecoderConfig, rotary_dim: int) -> La
 class _Reader:
     """Puts together what the decoder holds as one."""
 
-    def __init__(self, source: WeightSource, config: DecoderConfig) -> None:
-        self._source, self._config = source, config
+    def __init__(self, source: WeightSource, config: DecoderConfig, pack: Callable[[Tensor], Tensor]) -> None:
+        self._source, self._config, self._pack = source, config, pack
 
     def tensor(self, name: str) -> Tensor:
         return self._source.take(name).contiguous()
 
-    def linear(self, *names: str) -> Linear:
-        """One matrix of the parts called names, with the biases that they have."""
+    def linear(self, *names: str, then: Callable[[Linear], Linear] | None = None) -> Linear:
+        """One matrix of the parts called names, with the biases that they have; packed, after ``then``."""
         bias = self._join([f"{name}.bias" for name in names]) if f"{names[0]}.bias" in self._source.shapes else None
-        return Linear(self._join([f"{name}.weight" for name in names]), bias)
+        linear = Linear(self._join([f"{name}.weight" for name in names]), bias)
+        linear = then(linear) if then else linear
+        return Linear(self._pack(linear.weight), linear.bias)
 
     def norm(self, name: str) -> Norm:
         bias = self._source.take(f"{name}.bias").float() if self._config.norm_bias else None
