@@ -69,19 +69,18 @@ class BlockManager:
             del self._cached[block]
         self.ref_counts[blocks] += 1
 
-    def let_go(self, blocks: NDArray[np.int32]) -> None:
-        """Take a reference back from each; a block may stand there once for each of several holders.
+    def let_go(self, blocks: NDArray[np.int32], *, of_many: bool = False) -> None:
+        """Take a reference back from each. ``of_many`` holders: a shared block may stand there once for each.
 
         Those nobody holds any more become blank or cached, the first of them the first to be taken again.
         """
-        if not blocks.size:
-            return
-        if self.ref_counts.take(blocks).max() == 1:  # and so no block stands there twice
-            self.ref_counts[blocks] = 0
-            gone = blocks
-        else:
+        if of_many:
             np.subtract.at(self.ref_counts, blocks, 1)
             gone = blocks[self.ref_counts.take(blocks) == 0]
+        else:
+            left = self.ref_counts.take(blocks) - 1
+            self.ref_counts[blocks] = left
+            gone = blocks[left == 0]
         published = self.published.take(gone)
         if published.nonzero()[0].size:
             self._cached.update(dict.fromkeys(gone[published].tolist()))

@@ -1,0 +1,227 @@
+"""Owns the block tables of running sequences: which block holds which part of whose context, and what is news in it.
+
+The device has a twin of the tables. A step carries over the entries that changed since the step before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
+from cbatch.scheduler.plan import HostBatch
+
+Ints = NDArray[np.int32]
+
+
+class BlockTables:
+    """``tables[group, slot, column]`` is the block of positions ``column * block_size`` and on, or the dummy.
+
+    All groups of a slot end at the same column, ``num_columns``. A group with a window begins where its window does:
+    what no query to come can see is given back, and its entries point to the dummy block again. The last slot is the
+    dummy of padded rows; its entries stay 0.
+    """
+
+    def __init__(self, blocks: BlockManager, num_slots: int, num_columns: int, windows: tuple[int, ...]) -> None:
+        """``windows``: of each group, the number of positions that a query sees, its own included; 0: all."""
+        num_groups = len(windows)
+        assert num_groups * (num_slots + 1) * num_columns < 2**31, "the block tables outgrow 32-bit indices"
+        self.tables = np.zeros((num_groups, num_slots + 1, num_columns), np.int32)
+        self.num_columns = np.zeros(num_slots + 1, np.int32)
+        self.num_groups = num_groups
+        self.full_groups = [group for group, window in enumerate(windows) if not window]
+        # Each width of window with its groups, and for each slot the column that they begin at.
+        self.windows = [(window, np.flatnonzero(np.array(windows) == window)) for window in sorted({*windows} - {0})]
+        self.first_columns = np.zeros((len(self.windows), num_slots + 1), np.int32)
+        self.drop_at = np.zeros(num_slots + 1, np.int32)  # next position from which on a slot sees less than it holds
+        self._blocks = blocks
+        self._size = blocks.block_size
+        self._flat = self.tables.reshape(-1)
+        self._slot_base = np.arange(num_slots + 1, dtype=np.int64) * num_columns
+        self._group_stride = (num_slots + 1) * num_columns
+        self._group_base = (np.arange(num_groups, dtype=np.int64) * self._group_stride)[:, None]
+        self._changed: list[NDArray[np.int64]] = []  # flat indices
+        self._copies: dict[int, tuple[Ints, Ints]] = {}  # by slot: from which block, which is held, to which of its own
+        if self.windows:
+            self._set_drop_at(np.arange(num_slots + 1))
+
+    # ---- how many blocks
+
+    def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """Most blocks that a context held at once while it grew to ``num_tokens`` in chunks of that many tokens."""
+        columns = -(-num_tokens // self._size)
+        count = columns * len(self.full_groups)
+        for window, groups in self.windows:
+            # window - 1 + chunk positions in a row, wherever they begin, lie in at most so many blocks
+            count += min(columns, (window + chunk - 3) // self._size + 2) * len(groups)
+        return count
+
+    def num_held(self, slot: int) -> int:
+        """Blocks in the row of a slot."""
+        count = int(self.num_columns[slot]) * self.num_groups
+        for i, (_, groups) in enumerate(self.windows):
+            count -= int(self.first_columns[i, slot]) * len(groups)
+        return count
+
+    def held(self, slots: NDArray[np.intp]) -> Ints:
+        """The blocks in the rows of some slots, one after the other; a shared one stands there several times."""
+        rows = self.tables[:, slots, : self.num_columns[slots].max()]
+        held: Ints = rows[rows != DUMMY_BLOCK]
+        return held
+
+    # ---- changes
+
+    def start(self, slot: int, prefix: list[list[int]]) -> None:
+        """A free slot's row begins with cached blocks: for each column the block of each group."""
+        if not prefix:
+            return
+        columns = np.array(prefix, np.int32).T
+        for i, (window, groups) in enumerate(self.windows):
+            first = self._first_column(window, len(prefix) * self._size)
+            columns[groups, :first] = DUMMY_BLOCK
+            self.first_columns[i, slot] = first
+        self._blocks.hold(columns[columns != DUMMY_BLOCK])
+        if self.windows:
+            self._set_drop_at(slot)
+        self.tables[:, slot, : len(prefix)] = columns
+        self.num_columns[slot] = len(prefix)
+        self._note(self._slot_base[slot] + np.arange(len(prefix)))
+
+    def fork(self, parent: int, slot: int, num_tokens: int) -> bool:
+        """A free slot's row begins with the blocks of another one, which hold ``num_tokens`` tokens.
+
+        Whole blocks are shared, and never written again by either. What is in the last one is copied by the next step.
+        False, and nothing done, if the other one's windows have moved on so far that something is missing.
+        """
+        count, rest = divmod(num_tokens, self._size)
+        firsts = [self._first_column(window, num_tokens) for window, _ in self.windows]
+        if any(first < held for first, held in zip(firsts, self.first_columns[:, parent].tolist(), strict=True)):
+            return False
+        columns = self.tables[:, parent, :count].copy()
+        for i, (_, groups) in enumerate(self.windows):
+            columns[groups, : firsts[i]] = DUMMY_BLOCK
+            self.first_columns[i, slot] = firsts[i]
+        if self.windows:
+            self._set_drop_at(slot)
+        self._blocks.hold(columns[columns != DUMMY_BLOCK])
+        self.tables[:, slot, :count] = columns
+        self.num_columns[slot] = count
+        self._note(self._slot_base[slot] + np.arange(count))
+        if rest:
+            self.extend(slot, 1)
+            source = self.tables[:, parent, count].copy()
+            self._blocks.hold(source)
+            self._copies[slot] = source, self.tables[:, slot, count].copy()
+        return True
+
+    def extend(self, slot: int, count: int) -> None:
+        """Take blocks for ``count`` more columns of one slot."""
+        begin = int(self.num_columns[slot])
+        blocks = self._blocks.take(count * self.num_groups)
+        self.tables[:, slot, begin : begin + count] = blocks.reshape(self.num_groups, count)
+        self.num_columns[slot] = begin + count
+        self._note(self._slot_base[slot] + np.arange(begin, begin + count))
+
+    def extend_each(self, slots: NDArray[np.intp]) -> None:
+        """Take blocks for one more column of each slot."""
+        columns = self.num_columns[slots]
+        blocks = self._blocks.take(slots.size * self.num_groups)
+        self.tables[:, slots, columns] = blocks.reshape(slots.size, self.num_groups).T
+        self.num_columns[slots] = columns + 1
+        self._note(self._slot_base[slots] + columns)
+
+    def share(self, slot: int, column: int, blocks: list[int]) -> None:
+        """Give the blocks of a column back for published ones with the same content. Groups out of window are left."""
+        own = self.tables[:, slot, column]
+        theirs = np.array(blocks, np.int32)
+        groups = np.flatnonzero((own != theirs) & (own != DUMMY_BLOCK))
+        if groups.size:
+            gone = own[groups]
+            self._blocks.hold(theirs[groups])
+            self.tables[groups, slot, column] = theirs[groups]
+            self._blocks.let_go(gone)
+            self._note(self._slot_base[slot] + column)
+
+    def drop_unseen(self, slots: NDArray[np.intp], positions: Ints) -> None:
+        """Give back what no query of these slots can see from their next position on.
+
+        Steps in flight may still read it. Whoever gets it writes it in a later step, which the device runs behind them.
+        """
+        due = (positions >= self.drop_at.take(slots)).nonzero()[0]
+        if not due.size:
+            return
+        slots, positions = slots.take(due), positions.take(due)
+        for i, (window, groups) in enumerate(self.windows):
+            begin = self.first_columns[i].take(slots)
+            counts = np.maximum((positions - (window - 1)) // self._size - begin, 0)  # of columns that go
+            self.first_columns[i, slots] = begin + counts
+            ends = counts.cumsum()
+            cells = np.arange(ends[-1]) + (self._slot_base.take(slots) + begin - ends + counts).repeat(counts)
+            index = (self._group_base.take(groups, axis=0) + cells).ravel()
+            blocks = self._flat.take(index)
+            self._flat[index] = DUMMY_BLOCK
+            self._blocks.let_go(blocks, of_many=True)
+            self._changed.append(index)
+        self._set_drop_at(slots)
+
+    def clear(self, slot: int) -> None:
+        """Give all blocks of a slot back, the deepest first to be taken again."""
+        if slot in self._copies:
+            self._blocks.let_go(self._copies.pop(slot)[0])
+        count = self.num_columns[slot]
+        row = self.tables[:, slot, :count]
+        blocks = row.T[::-1].ravel()
+        self._blocks.let_go(blocks[blocks != DUMMY_BLOCK] if self.windows else blocks)
+        row[:] = DUMMY_BLOCK
+        self.num_columns[slot] = 0
+        if self.windows:
+            self.first_columns[:, slot] = 0
+            self._set_drop_at(slot)
+
+    # ---- for the device
+
+    def write_changes(self, host: HostBatch) -> tuple[int, int, int]:
+        """Write what changed since the last time, as it is now, and what is to be copied.
+
+        Returns how many entries, how many more that overflow, and how many copies. An entry that changed twice may
+        stand there twice, with the same value.
+        """
+        if not self._changed:
+            return 0, 0, 0
+        index = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
+        self._changed.clear()
+        room = host.table_index.size
+        if index.size > room:  # what was given back since then, and a new owner has not got, is not needed
+            index = np.unique(index)
+            slots, columns = np.divmod(index % self._group_stride, self.tables.shape[2])
+            index = index[columns < self.num_columns[slots]]
+        values = self._flat[index]
+        count = min(index.size, room)
+        host.table_index[:count] = index[:count]
+        host.table_value[:count] = values[:count]
+        num_overflow, num_copies = index.size - count, 0
+        if self._copies:
+            sources, own = (np.concatenate(blocks) for blocks in zip(*self._copies.values(), strict=True))
+            num_copies = sources.size
+            host.write_spare(index[count:], values[count:], sources, own)
+            self._blocks.let_go(sources, of_many=True)  # whoever takes them writes them in a later step
+            self._copies.clear()
+        elif num_overflow:
+            host.write_spare(index[count:], values[count:])
+        return count, num_overflow, num_copies
+
+    def copied_blocks(self) -> list[int]:
+        """The blocks that are held to be copied, for ``check``."""
+        return [block for sources, _ in self._copies.values() for block in sources.tolist()]
+
+    def _note(self, cells: NDArray[np.int64]) -> None:
+        """Cells (slot and column) of all groups have changed."""
+        self._changed.append((self._group_base + cells).ravel())
+
+    def _set_drop_at(self, slots: NDArray[np.intp] | int) -> None:
+        last = (self.first_columns[:, slots].T + 1) * self._size - 1  # position in the first column
+        self.drop_at[slots] = (last + [window for window, _ in self.windows]).min(axis=-1)
+
+    def _first_column(self, window: int, position: int) -> int:
+        """The column where the window of a query begins."""
+        return max(0, position - (window - 1)) // self._size
