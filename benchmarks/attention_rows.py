@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 8192  # a captured decode step knows this of its contexts, and n
 
 
 class Pages:
-    """A block-major pool with the given contexts in random blocks, and the metadata of one step over it.
+    """A pool with the given contexts in random blocks, block-major if not said otherwise, and one step's metadata.
 
     Each row's queries are its last ``query_len`` tokens. All pages hold random numbers.
     """
@@ -36,13 +36,22 @@ class Pages:
         dtype: torch.dtype,
         device: str,
         query_len: int = 1,
+        *,
+        heads_first: bool = False,  # a page holds head behind head, not token behind token
+        layer_major: bool = False,  # a layer's pages lie together, not a block's layers
     ) -> None:
         rows = len(lens)
         counts = [-(-n // BLOCK_SIZE) for n in lens]
         num_blocks = sum(counts) + 4
         size = BLOCK_SIZE * num_kv_heads * head_dim
-        pool = torch.randn(num_blocks, 2 * layers * size, dtype=dtype, device=device)
-        parts = pool.view(num_blocks, 2 * layers, BLOCK_SIZE, num_kv_heads, head_dim).unbind(1)
+        shape = (2 * layers, num_blocks) if layer_major else (num_blocks, 2 * layers)
+        pool = torch.randn(*shape, size, dtype=dtype, device=device)
+        pool = pool.transpose(0, 1) if layer_major else pool
+        if heads_first:
+            pool = pool.unflatten(2, (num_kv_heads, BLOCK_SIZE, head_dim)).transpose(2, 3)
+        else:
+            pool = pool.unflatten(2, (BLOCK_SIZE, num_kv_heads, head_dim))
+        parts = pool.unbind(1)
         self.layers = list(zip(parts[::2], parts[1::2], strict=True))
         blocks = (torch.randperm(num_blocks - 1)[: sum(counts)] + 1).int()
         tables = torch.zeros(1, rows, max(counts), dtype=torch.int32)

@@ -36,7 +36,7 @@ from cbatch.kernels import reference
 from cbatch.kernels.activation import act_and_mul, activate
 from cbatch.kernels.linear import Kind, shape_key
 from cbatch.kernels.norm import add_rms_norm
-from cbatch.kernels.skinny_gemm import BLOCK_M, Config, skinny_gemm
+from cbatch.kernels.skinny_gemm import ROWS, Config, skinny_gemm
 
 CONFIGS = Path(__file__).parents[1] / "cbatch" / "configs"
 MODELS = ("llama-8b", "llama-1b", "smollm2-shape", "gpt2-shape")
@@ -254,7 +254,7 @@ def write(path: Path, device: str, cells: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = make_parser("gemm_table", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--m", nargs="+", type=int, choices=BLOCK_M, default=[32, 16, 64, 128], help="rows, in order")
+    parser.add_argument("--m", nargs="+", type=int, choices=ROWS, default=[32, 16, 64, 128], help="rows, in order")
     parser.add_argument("--seconds", type=float, default=150, help="stop after so long, compilation included")
     parser.add_argument("--write", type=Path, help="put the winners into this table")
     arguments = parser.parse_args()

@@ -1,11 +1,13 @@
-"""cbatch beside transformers' continuous batching: same model, dtype, prompts and lengths, greedy, one after the other.
+"""cbatch beside transformers' continuous batching: same model, dtype, prompts and lengths, greedy, in turn.
 
     python -m benchmarks.vs_transformers [--model smollm2-135m] [--device cpu] [--dtype float32] [--json FILE]
 
 Both compute with the same weights and continue every prompt by exactly ``--output-len`` tokens (no stop at an
 end of sequence), so the work is the same; the run fails if the numbers of tokens differ. Time runs from the first
 submission to the last token: transformers' allocation of its cache, which ``generate_batch`` does anew in each call, is
-not counted against it (``wall_s`` has it). Each side is warmed up first. The last line is JSON.
+not counted against it (``wall_s`` has it). Each side is warmed up first. They take turns ``--rounds`` times, and the
+fastest run of each counts: on two cores that other processes use too, the ratio of single runs of one commit went from
+1.06 to 1.77. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +28,11 @@ from cbatch.bench import environment, run_throughput, warm_up
 from cbatch.models.demo import NAME, ensure_demo_model
 from cbatch.text import encode_prompt, render_chat
 
+Run = tuple[dict[str, Any], list[list[int]]]  # figures, and the tokens of each sequence
 PROMPTS = Path(__file__).resolve().parent.parent / "cbatch" / "data" / "demo_prompts.json"
 
 
-def run_cbatch(
-    model: str | PreTrainedModel, prompts: list[list[int]], output_len: int, **options: Any
-) -> tuple[dict[str, Any], list[list[int]]]:
+def run_cbatch(model: str | PreTrainedModel, prompts: list[list[int]], output_len: int, **options: Any) -> Run:
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     with Engine.from_model(model, **options) as engine:
         warm_up(engine, prompts)
@@ -44,9 +45,7 @@ def run_cbatch(
     return {**result.figures, "wall_s": wall}, tokens
 
 
-def run_transformers(
-    model: PreTrainedModel, prompts: list[list[int]], output_len: int
-) -> tuple[dict[str, Any], list[list[int]]]:
+def run_transformers(model: PreTrainedModel, prompts: list[list[int]], output_len: int) -> Run:
     def config(max_new_tokens: int) -> GenerationConfig:  # an eos of -1 is transformers' own way to say "none" here
         return GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=-1, pad_token_id=0)
 
@@ -73,6 +72,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--same-module", action="store_true", help="cbatch runs transformers' module, not its decoder")
@@ -94,10 +94,19 @@ def main() -> int:
         options["max_num_batched_tokens"] = args.max_num_batched_tokens
     if not args.same_module:
         options |= {"dtype": args.dtype, "device": args.device}
-    ours, our_tokens = run_cbatch(model if args.same_module else folder, prompts, args.output_len, **options)
-    print(f"cbatch        {ours['output_tokens_per_s']:9.1f} output tokens/s  ({ours['duration_s']:.1f} s)", flush=True)
-    theirs, their_tokens = run_transformers(model, prompts, args.output_len)
-    print(f"transformers  {theirs['output_tokens_per_s']:9.1f} output tokens/s  ({theirs['duration_s']:.1f} s)")
+    runs: dict[str, list[Run]] = {"cbatch": [], "transformers": []}
+    for _ in range(args.rounds):
+        runs["cbatch"].append(run_cbatch(model if args.same_module else folder, prompts, args.output_len, **options))
+        runs["transformers"].append(run_transformers(model, prompts, args.output_len))
+        for name, side in runs.items():
+            figures = side[-1][0]
+            print(
+                f"{name:12}  {figures['output_tokens_per_s']:9.1f} output tokens/s  ({figures['duration_s']:.1f} s)",
+                flush=True,
+            )
+    (ours, our_tokens), (theirs, their_tokens) = (
+        max(side, key=lambda run: float(run[0]["output_tokens_per_s"])) for side in runs.values()
+    )
 
     ratio = ours["output_tokens_per_s"] / theirs["output_tokens_per_s"]
     same = sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True))
@@ -107,6 +116,9 @@ def main() -> int:
         "dtype": args.dtype,
         "ratio": ratio,
         "matching_sequences": same,
+        "output_tokens_per_s_by_round": {
+            name: [run[0]["output_tokens_per_s"] for run in side] for name, side in runs.items()
+        },
         "environment": environment(args.device),
         "cbatch": {**ours, "model": args.model},
         "transformers": theirs,
@@ -114,7 +126,7 @@ def main() -> int:
     save(args.json, result)
     print(json.dumps(result))
     expected = [args.output_len] * len(prompts)
-    if list(map(len, our_tokens)) != expected or list(map(len, their_tokens)) != expected:
+    if any(list(map(len, tokens)) != expected for side in runs.values() for _, tokens in side):
         print("the two did not do the same work: numbers of output tokens differ", file=sys.stderr)
         return 1
     return 0

@@ -20,6 +20,7 @@ def page_bytes(groups: tuple[KVGroup, ...], block_size: int, dtype: torch.dtype)
 class KVCache:
     """``num_blocks`` pages, each ``[layers of a group, K and V, block_size, num_kv_heads, head_dim]``.
 
+    Where the backend wants it, the tokens of a head lie together: ``[..., num_kv_heads, block_size, head_dim]``.
     Implements ``PagedAttend``: a model calls it, layer by layer, to store keys and values and to attend over them.
 
     Allocates everything at once. On the CPU untouched pages cost no memory.
@@ -55,9 +56,11 @@ class KVCache:
                 views = []
                 for head_dim in (spec.k_head_dim, spec.v_head_dim):
                     size = block_size * spec.num_kv_heads * head_dim
-                    part = self.pool[:, offset : offset + size]
-                    views.append(part.view(num_blocks, block_size, spec.num_kv_heads, head_dim))
-                    offset += size
+                    part, offset = self.pool[:, offset : offset + size], offset + size
+                    if backend.heads_first:
+                        views.append(part.view(num_blocks, spec.num_kv_heads, block_size, head_dim).transpose(1, 2))
+                    else:
+                        views.append(part.view(num_blocks, block_size, spec.num_kv_heads, head_dim))
                 self._layers[layer] = (index, views[0], views[1])
 
     def pages(self, layer: int) -> Pages | None:

@@ -36,6 +36,7 @@ class AttentionBackend(Protocol):
 
     max_head_dim: int  # largest size of a head of K or V
     capturable: bool  # whether its calls may be captured in a CUDA graph: it never waits for the device
+    heads_first: bool  # whether it reads fastest where a page holds head behind head, not token behind token
 
     def prepare(self, batch: AttentionBatch) -> None:
         """Make ready what the layers of one step share. Once a step, before the layers."""
@@ -52,8 +53,8 @@ class AttentionBackend(Protocol):
         q: Tensor,  # [num_tokens, num_heads, k_head_dim]
         k: Tensor | None,  # [num_tokens, num_kv_heads, k_head_dim]; None: in its pages already
         v: Tensor | None,  # [num_tokens, num_kv_heads, v_head_dim]
-        k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim], any stride between blocks
-        v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim], any stride between blocks
+        k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, k_head_dim], heads contiguous, any other stride
+        v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, v_head_dim], heads contiguous, any other stride
         group: int,
         *,
         scale: float,

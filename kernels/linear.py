@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.kernels.activation import act_and_mul, activate
-from cbatch.kernels.skinny_gemm import BLOCK_M, Config, skinny_gemm, sum_partials
+from cbatch.kernels.skinny_gemm import ROWS, Config, skinny_gemm, sum_partials
 
 Kind = Literal["linear", "act", "gated"]
 
-MAX_ROWS = BLOCK_M[-1]  # more rows make a product that computes, not one that reads
+MAX_ROWS = ROWS[-1]  # more rows make a product that computes, not one that reads
 
 
 def linear(
@@ -88,52 +88,55 @@ def choose(
     its bits do not depend on the batch: all sizes then have the ``block_k`` and ``split_k`` of 32 rows, and never
     cuBLAS, on any card with tensor descriptors.
     """
-    block_m = next(size for size in BLOCK_M if num_rows <= size)
-    return _choose(k, n, block_m, kind, device, fixed_order)
+    rows = next(size for size in ROWS if num_rows <= size)
+    return _choose(k, n, rows, kind, device, fixed_order)
 
 
 @functools.cache
-def _choose(k: int, n: int, block_m: int, kind: Kind, device: torch.device, fixed_order: bool) -> Config | None:
+def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device, fixed_order: bool) -> Config | None:
     properties = torch.cuda.get_device_properties(device)
     entries = _tables().get(properties.name, {}).get(shape_key(k, n, kind), {})
     if fixed_order:
         config = entries.get(32) or heuristic(k, n, 32, kind, properties.multi_processor_count)
-        return _with_room(config, block_m, kind)
-    if block_m in entries:
-        return entries[block_m]
-    if properties.major == 9 and block_m <= 64:
-        return heuristic(k, n, block_m, kind, properties.multi_processor_count)
+        return _with_room(config, rows, kind)
+    if rows in entries:
+        return entries[rows]
+    if 64 in entries and 32 < rows < 128:  # 48, 80 or 96, which the shipped table leaves to what is best at 64
+        at_64 = entries[64]
+        return at_64 and _with_room(at_64, rows, kind)
+    if properties.major == 9 and rows <= 64:
+        return heuristic(k, n, rows, kind, properties.multi_processor_count)
     return None
 
 
-def heuristic(k: int, n: int, block_m: int, kind: Kind, num_multiprocessors: int) -> Config:
+def heuristic(k: int, n: int, rows: int, kind: Kind, num_multiprocessors: int) -> Config:
     """What should be near the best on a Hopper card, for shapes that nobody measured there.
 
     - 64 rows of the weight in a tile; 128 where x has more than 32, which each tile reads again, or where there are
       tiles in plenty.
-    - K split by the smallest power of two that gives 4 programs for 3 multiprocessors, as long as each has 16 * block_m
+    - K split by the smallest power of two that gives 4 programs for 3 multiprocessors, as long as each has 16 * rows
       of K: with less, the partial sums would move over a quarter of the weight's bytes.
     - some 64 KiB of the weight on their way in each program.
     """
     num_weights = 2 if kind == "gated" else 1
-    block_n = 128 if num_weights == 1 and (block_m > 32 or n >= 128 * 2 * num_multiprocessors) else 64
+    block_n = 128 if num_weights == 1 and (rows > 32 or n >= 128 * 2 * num_multiprocessors) else 64
     num_tiles = -(-n // block_n)
     split_k = 1
-    while kind == "linear" and 3 * num_tiles * split_k < 4 * num_multiprocessors and k // (2 * split_k) >= 16 * block_m:
+    while kind == "linear" and 3 * num_tiles * split_k < 4 * num_multiprocessors and k // (2 * split_k) >= 16 * rows:
         split_k *= 2
     block_k = 128 if num_weights * block_n == 64 else 64
-    return _with_room(Config(block_n, block_k, num_stages=4, split_k=split_k, num_warps=4), block_m, kind)
+    return _with_room(Config(block_n, block_k, num_stages=4, split_k=split_k, num_warps=4), rows, kind)
 
 
-def _with_room(config: Config, block_m: int, kind: Kind) -> Config:
+def _with_room(config: Config, rows: int, kind: Kind) -> Config:
     """The config, with warps enough for its sums and no more stages than there is shared memory."""
     gated, values = kind == "gated", vars(config)
     for num_warps in (config.num_warps, 8):
         for num_stages in range(config.num_stages, 0, -1):
             fitting = Config(**values | {"num_warps": num_warps, "num_stages": num_stages})
-            if fitting.fits(block_m, gated):
+            if fitting.fits(rows, gated):
                 return fitting
-    raise ValueError(f"{config} does not fit {block_m} rows")
+    raise ValueError(f"{config} does not fit {rows} rows")
 
 
 def shape_key(k: int, n: int, kind: Kind) -> str:
@@ -178,7 +181,7 @@ def read_table(path: Path) -> dict[str, Shapes]:
                     where = f"{device!r}, {shape!r}, {rows} rows"
                     config = None if entry == "cublas" else Config(**entry)
                     fits = config is None or config.fits(int(rows), shape.endswith(" gated"))
-                    if int(rows) not in BLOCK_M or not fits or (config and " " in shape and config.split_k > 1):
+                    if int(rows) not in ROWS or not fits or (config and " " in shape and config.split_k > 1):
                         raise ValueError(f"no such kernel: {entry}")
                     tables.setdefault(device, {}).setdefault(shape, {})[int(rows)] = config
     except (OSError, AttributeError, TypeError, ValueError) as error:

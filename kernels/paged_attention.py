@@ -1,14 +1,15 @@
-"""Paged attention in Triton: write_kv, split decode, ragged prefill. Knows a step's metadata; knows no request.
+"""Paged attention in Triton: write_kv, planned and split decode, ragged prefill. Knows a step's metadata, no request.
 
 Contract of every kernel here:
 - q, k, v: [num_tokens, heads, head_dim], last dimension contiguous, any other stride (slices of a fused QKV are fine).
-- k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], a block contiguous, any stride between blocks.
+- k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride. Fastest is a
+  page in which the tokens of a head lie together (``heads_first``).
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
 - offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
 - nothing is read beyond a row's context, so stale NaN in a page cannot leak. Rows with context 0 give zeros.
 - a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
-  of one query is the decode kernel's and any other the prefill kernel's, which they find out on the device.
+  of one query is the decode kernel's and any other the prefill kernel's, which is found out on the device.
 - every program waits for the kernels before it first of all (``pdl``): they wrote what it reads, metadata included.
 """
 
@@ -30,20 +31,27 @@ FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where
 # How decode is split. A row and KV head is one program or several. Programs share the memory's bandwidth, and 2 of them
 # on each of the H200's 132 multiprocessors, with 64 KiB of K and V each in flight, ask for more than it gives. So what
 # counts is that the last ones end together, and that nothing is split that need not be: a split ends with about 2 us of
-# latency (store, fence, atomic, the last one's second look). A model of shared bandwidth (4.45 TB/s, 3 programs at once
-# on a multiprocessor, 8 KV heads of 128) gives these microseconds a layer by EXTRA_PROGRAMS, and without any latency:
-#   rows x context                       0      1      2      4    ideal
-#   32 x 224                             9      9      9      9      6
-#   32 x 1,024                          32     32     32     38     30
-#   32 x 4,192                         124    124    128    128    121
-#   32 x 16 to 3,072 (log-normal)       39     27     25     26     20
-#   256 x 16 to 3,072                  194    187    187    187    180
-#   1 x 100,000 and 31 x 1,000       1,269    128    130    122    118
-#   1 x 1,024                           16      6      6      6      1
+# latency (store, fence, atomic, the last one's second look). Microseconds a layer on an H200, 32 heads on 8 of 128,
+# bfloat16, by EXTRA_PROGRAMS:
+#   rows x context                          1      2      4   2, with 2 stages
+#   32 x 224                             12.4   15.1   14.8   14.0
+#   32 x 1,024                           37.5   41.3   47.6   44.4
+#   32 x 4,192                          133.0  157.5  139.9  133.8
+#   32 x 8,100                          248.5  303.4  255.7  248.4
+#   32 of many lengths (log-normal)      33.4   26.3   28.1   27.1
+#   1 x 1,024                             8.1    8.5    8.3    8.4
+#   256 x 1,024                           257    258    257    261
+#   1 x 60,000 and 31 x 1,000             130    118    101    114
+# That was before two changes which it led to. Rows were split by rounding up: at 2, the 66 tiles of 4,192 by 64 a split
+# (and 127 by 124 of 8,100) made 512 programs where 396 are resident, a wave and a third. To the nearest, rows of one
+# length stay whole. And each program of each layer worked out its own split from all rows' lengths: 2 us, and 1.5 to
+# 2.7 us for extras that had none. Now a plan made once a step says so: 13.0, 39.3 and 134.7, but 285 at 8,100, where a
+# pool of six layers instead of four or the extras may be to blame (``python -m benchmarks.attention_sweep``).
 EXTRA_PROGRAMS = 2  # a multiprocessor: how many splits beyond the rows' first ones there may be
 MAX_SPLITS = 64  # of a row
-MIN_SPLIT_LEN = 128  # tokens of a split, where the rows leave multiprocessors idle
+MIN_SPLIT_LEN = 128  # tokens a split should have, where the rows leave multiprocessors idle
 FULL_SPLIT_LEN = 512  # where they do not: a program alone reads that in 6 us
+ITEM = tl.constexpr(8)  # int32 numbers of the plan a split: one sector of 32 bytes
 
 # Decode: (BLOCK_N, num_warps, num_stages) by the larger padded head size. K and V of a tile take 32 KiB and two tiles
 # are in flight, or 16 KiB and three, in 72 or 54 KiB: three or four programs on a multiprocessor. 64 keys are a page.
@@ -76,7 +84,11 @@ def _write_kv_kernel(
     v_token_stride,
     v_head_stride,
     k_block_stride,
+    k_line_stride,
+    k_page_head_stride,
     v_block_stride,
+    v_line_stride,
+    v_page_head_stride,
     NUM_KV_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -92,7 +104,7 @@ def _write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block = slot // BLOCK_SIZE
-    line = slot % BLOCK_SIZE * NUM_KV_HEADS
+    line = slot % BLOCK_SIZE
     heads = tl.arange(0, HEADS_PADDED)[:, None]
     k_dims = tl.arange(0, K_PADDED)[None, :]
     k_mask = (heads < NUM_KV_HEADS) & (k_dims < K_DIM)
@@ -102,8 +114,10 @@ def _write_kv_kernel(
     value = tl.load(v + token * v_token_stride + heads * v_head_stride + v_dims, mask=v_mask)
     if PDL:
         gdc_launch_dependents()
-    tl.store(k_cache + block * k_block_stride + (line + heads) * K_DIM + k_dims, key, mask=k_mask)
-    tl.store(v_cache + block * v_block_stride + (line + heads) * V_DIM + v_dims, value, mask=v_mask)
+    k_cache += block * k_block_stride + line * k_line_stride
+    v_cache += block * v_block_stride + line * v_line_stride
+    tl.store(k_cache + heads * k_page_head_stride + k_dims, key, mask=k_mask)
+    tl.store(v_cache + heads * v_page_head_stride + v_dims, value, mask=v_mask)
 
 
 @triton.jit
@@ -138,8 +152,9 @@ def _attend_pages(
     scale,
     softcap,
     k_block_stride,
+    k_line_stride,
     v_block_stride,
-    NUM_KV_HEADS: tl.constexpr,
+    v_line_stride,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     K_PADDED: tl.constexpr,
@@ -172,9 +187,9 @@ def _attend_pages(
     blocks = _blocks(block_table, start, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(start, end, BLOCK_N):
         tokens = tile + tl.arange(0, BLOCK_N)
-        lines = tokens % BLOCK_SIZE * NUM_KV_HEADS
-        k_offsets = blocks.to(tl.int64) * k_block_stride + lines * K_DIM
-        v_offsets = blocks.to(tl.int64) * v_block_stride + lines * V_DIM
+        lines = tokens % BLOCK_SIZE
+        k_offsets = blocks.to(tl.int64) * k_block_stride + lines * k_line_stride
+        v_offsets = blocks.to(tl.int64) * v_block_stride + lines * v_line_stride
         blocks = _blocks(block_table, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         k_mask = k_fits
         v_mask = v_fits
@@ -207,46 +222,100 @@ def _attend_pages(
 
 
 @triton.jit
-def _num_keys(
-    rows,  # one or many
+def _decode_rows(
+    base,
     num_rows,
     cu_seqlens_q,
     context_lens,
-    MIXED: tl.constexpr,
-):
-    """The rows' context if they decode; 0 for a row that does not, for padding, and beyond the last."""
-    keys = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
-    if MIXED:
-        starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
-        ends = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
-        keys = tl.where(ends - starts == 1, keys, 0)
-    return keys
-
-
-@triton.jit
-def _num_tiles(
-    keys,  # of one row or of many
     window,
     BLOCK_N: tl.constexpr,
+    MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Tiles that a decode reads: the window's first one begins before the window."""
+    """Of ROWS rows: whether they decode, their token, context, first key to read and tiles to read; 0 if they do not.
+
+    The first tile of a window begins before it, at a multiple of BLOCK_N.
+    """
+    rows = base + tl.arange(0, ROWS)
+    decodes = rows < num_rows
+    tokens = rows
+    keys = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
+    if MIXED:
+        tokens = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
+        decodes = decodes & (ends - tokens == 1)
+        keys = tl.where(decodes, keys, 0)
+    starts = tl.zeros_like(keys)
     if HAS_WINDOW:
-        keys -= tl.maximum(keys - window, 0) // BLOCK_N * BLOCK_N
-    return (keys + BLOCK_N - 1) // BLOCK_N
+        starts = tl.maximum(keys - window, 0) // BLOCK_N * BLOCK_N
+    return decodes, tokens, keys, starts, (keys - starts + BLOCK_N - 1) // BLOCK_N
 
 
-@triton.jit
-def _num_splits(
-    num_tiles,  # of one row or of many
-    split_tiles,  # tiles a split should have
+@triton.jit(do_not_specialize=["num_rows", "num_extras", "min_split_tiles", "window"])
+def _plan_decode_kernel(
+    plan,  # [num_rows + num_extras, ITEM] int32
+    row_slots,
+    cu_seqlens_q,
+    context_lens,
+    num_rows,
+    num_extras,
+    min_split_tiles,
+    window,
+    BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    MIXED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Splits of a row, all of one length but the last. At least 1."""
-    splits = tl.minimum((num_tiles + split_tiles - 1) // split_tiles, MAX_SPLITS)
-    splits = tl.maximum(splits, 1)
-    tiles = tl.maximum((num_tiles + splits - 1) // splits, 1)  # evened out: 5 tiles by 4 are 3, 2
-    return tl.maximum((num_tiles + tiles - 1) // tiles, 1)
+    """One program says what each program of the step's decode kernels attends to.
+
+    Item i below num_rows is the first split of row i; the extras behind them are the other splits, in the order of the
+    rows. An item is: row, its slot, token and context, the split's first key and the one past its last, the row's
+    splits, and the item of its split 1, which those of the others follow. The row is -1 where there is nothing to do:
+    the row does not decode, or the extra is not used.
+
+    A split has min_split_tiles, or more: so many that the extras suffice, whatever the mix. All splits of a row have
+    one length but the last.
+    """
+    if PDL:
+        gdc_wait()
+    all_tiles = 0
+    for base in range(0, num_rows, ROWS):
+        _, _, _, _, tiles = _decode_rows(base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW)
+        all_tiles += tl.sum(tiles)
+    if PDL:
+        gdc_launch_dependents()
+    # A row of n tiles has max(round(n / split_tiles), 1) - 1 <= n / split_tiles extras at most: num_extras in all.
+    split_tiles = tl.maximum(min_split_tiles, tl.cdiv(all_tiles, tl.maximum(num_extras, 1)))
+    used = 0
+    for base in range(0, num_rows, ROWS):
+        rows = base + tl.arange(0, ROWS)
+        exists = rows < num_rows
+        slots = tl.load(row_slots + rows, mask=exists, other=0)
+        decodes, tokens, keys, starts, tiles = _decode_rows(
+            base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
+        )
+        splits = tl.minimum((tiles + split_tiles // 2) // split_tiles, MAX_SPLITS)
+        splits = tl.maximum(splits, 1)
+        row_tiles = tl.maximum((tiles + splits - 1) // splits, 1)  # evened out: 5 tiles by 4 are 3, 2
+        splits = tl.maximum((tiles + row_tiles - 1) // row_tiles, 1)
+        second = num_rows + used + tl.cumsum(splits - 1) - (splits - 1)
+        used += tl.sum(splits - 1)
+        for split in range(tl.max(splits)):
+            item = plan + tl.where(split == 0, rows, second + split - 1) * ITEM
+            start = starts + split * row_tiles * BLOCK_N
+            mask = exists & (split < splits)
+            tl.store(item, tl.where(decodes, rows, -1), mask=mask)
+            tl.store(item + 1, slots, mask=mask)
+            tl.store(item + 2, tokens, mask=mask)
+            tl.store(item + 3, keys, mask=mask)
+            tl.store(item + 4, start, mask=mask)
+            tl.store(item + 5, tl.minimum(start + row_tiles * BLOCK_N, keys), mask=mask)
+            tl.store(item + 6, splits, mask=mask)
+            tl.store(item + 7, second, mask=mask)
+    for base in range(used, num_extras, ROWS):  # behind all that was stored above: no thread writes what another does
+        extras = base + tl.arange(0, ROWS)
+        tl.store(plan + (num_rows + extras) * ITEM, -1, mask=extras < num_extras)
 
 
 @triton.jit
@@ -300,30 +369,29 @@ def _add_up(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_extras", "min_split_tiles"])
+@triton.jit
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
     out,
-    partial_out,  # [num_rows + num_extras, num_kv_heads, GROUP_SIZE, V_DIM] float32
-    partial_lse,  # [num_rows + num_extras, num_kv_heads, GROUP_SIZE] float32, log2 units
+    partial_out,  # [num_items, num_kv_heads, GROUP_SIZE, V_DIM] float32
+    partial_lse,  # [num_items, num_kv_heads, GROUP_SIZE] float32, log2 units
     counters,  # [num_rows, num_kv_heads] int32: splits that have arrived. Zero before and after
+    plan,  # [num_items, ITEM] int32, see _plan_decode_kernel
     sinks,
     block_tables,
-    row_slots,
-    cu_seqlens_q,
-    context_lens,
-    num_rows,
-    num_extras,
-    min_split_tiles,
     window,
     scale,
     softcap,
     q_token_stride,
     q_head_stride,
     k_block_stride,
+    k_line_stride,
+    k_head_stride,
     v_block_stride,
+    v_line_stride,
+    v_head_stride,
     table_stride,
     GROUP_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -334,69 +402,32 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
-    MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one KV head with its group of query heads as the tile, one split of a row's context.
+    """One program: one KV head with its group of query heads as the tile, one item of the plan.
 
-    Item i below num_rows is the first split of row i; the extras behind them are the other splits, in the order of the
-    rows, as many as the device finds. A short row is one split and asks nobody. Where a row is longer than
-    min_split_tiles, all rows' lengths together say how long a split is: so long that the extras suffice, whatever the
-    mix. A row's splits leave their results in the scratch, and the one that arrives last adds them up.
+    A row's splits leave their results in the scratch, and the one that arrives last adds them up.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
         gdc_wait()
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    extra = item - num_rows  # below 0: a first split
-    row = item
-    # Asked for before it is known whether they matter: a short row waits for one load less.
-    keys = _num_keys(row, num_rows, cu_seqlens_q, context_lens, MIXED)
-    slot = tl.load(row_slots + row, mask=extra < 0, other=0)
-    tiles = _num_tiles(keys, window, BLOCK_N, HAS_WINDOW)
-    split_tiles = min_split_tiles
-    first_extra = 0
-    if (extra >= 0) | (tiles > min_split_tiles):
-        all_tiles = 0
-        for base in range(0, num_rows, ROWS):
-            many = _num_keys(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, context_lens, MIXED)
-            all_tiles += tl.sum(_num_tiles(many, window, BLOCK_N, HAS_WINDOW))
-        # A row of n tiles has at most (n - 1) / split_tiles extras: no more than num_extras in all.
-        split_tiles = tl.maximum(min_split_tiles, tl.cdiv(all_tiles, num_extras))
-        row = 0
-        end_extra = 0
-        for base in range(0, num_rows, ROWS):
-            rows = base + tl.arange(0, ROWS)
-            many = _num_keys(rows, num_rows, cu_seqlens_q, context_lens, MIXED)
-            extras = _num_splits(_num_tiles(many, window, BLOCK_N, HAS_WINDOW), split_tiles, MAX_SPLITS) - 1
-            before = tl.where(extra < 0, rows < item, end_extra + tl.cumsum(extras) <= extra) & (rows < num_rows)
-            row += tl.sum(before.to(tl.int32))
-            first_extra += tl.sum(tl.where(before, extras, 0))
-            end_extra += tl.sum(extras)
-        if extra >= 0:
-            keys = _num_keys(row, num_rows, cu_seqlens_q, context_lens, MIXED)
-            slot = tl.load(row_slots + row, mask=row < num_rows, other=0)
-            tiles = _num_tiles(keys, window, BLOCK_N, HAS_WINDOW)
-    if row >= num_rows:
+    row = tl.load(plan + item * ITEM)
+    if row < 0:
         return
-    token = row
-    if MIXED:
-        token = tl.load(cu_seqlens_q + row)
-        if tl.load(cu_seqlens_q + row + 1) - token != 1:
-            return
-    num_splits = _num_splits(tiles, split_tiles, MAX_SPLITS)
-    split_len = (tiles + num_splits - 1) // num_splits * BLOCK_N
-    start = tl.where(extra < 0, 0, extra - first_extra + 1) * split_len
-    if HAS_WINDOW:
-        start += tl.maximum(keys - window, 0) // BLOCK_N * BLOCK_N
-    end = tl.minimum(start + split_len, keys)
+    slot = tl.load(plan + item * ITEM + 1)
+    token = tl.load(plan + item * ITEM + 2)
+    keys = tl.load(plan + item * ITEM + 3)
+    start = tl.load(plan + item * ITEM + 4)
+    end = tl.load(plan + item * ITEM + 5)
+    num_splits = tl.load(plan + item * ITEM + 6)
+    second = tl.load(plan + item * ITEM + 7)
 
     group = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + group
@@ -410,16 +441,16 @@ def _decode_kernel(
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     if HAS_SINKS:  # a column without a value: the first split's
         sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
-        top = tl.where(extra < 0, tl.maximum(sink, -1e30), top)
-        total = tl.where(extra < 0, 1.0, total)
+        top = tl.where(item == row, tl.maximum(sink, -1e30), top)
+        total = tl.where(item == row, 1.0, total)
     top, total, acc = _attend_pages(
         top,
         total,
         tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32),
         query,
         tl.full((BLOCK_M,), -1, tl.int32) + keys,
-        k_cache + kv_head * K_DIM,
-        v_cache + kv_head * V_DIM,
+        k_cache + kv_head * k_head_stride,
+        v_cache + kv_head * v_head_stride,
         block_tables + slot.to(tl.int64) * table_stride,
         start,
         end,
@@ -427,8 +458,9 @@ def _decode_kernel(
         scale,
         softcap,
         k_block_stride,
+        k_line_stride,
         v_block_stride,
-        NUM_KV_HEADS,
+        v_line_stride,
         K_DIM,
         V_DIM,
         K_PADDED,
@@ -465,7 +497,7 @@ def _decode_kernel(
                 partial_lse,
                 out,
                 row,
-                num_rows + first_extra,
+                second,
                 num_splits,
                 token,
                 kv_head,
@@ -509,7 +541,11 @@ def _prefill_kernel(
     q_token_stride,
     q_head_stride,
     k_block_stride,
+    k_line_stride,
+    k_head_stride,
     v_block_stride,
+    v_line_stride,
+    v_head_stride,
     table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -591,8 +627,8 @@ def _prefill_kernel(
                     acc,
                     query,
                     past + tl.arange(0, BLOCK_M),
-                    k_cache + kv_head * K_DIM,
-                    v_cache + kv_head * V_DIM,
+                    k_cache + kv_head * k_head_stride,
+                    v_cache + kv_head * v_head_stride,
                     block_tables + slot * table_stride,
                     start if phase == 0 else (full_start if phase == 1 else full_end),
                     full_start if phase == 0 else (full_end if phase == 1 else end),
@@ -600,8 +636,9 @@ def _prefill_kernel(
                     scale,
                     softcap,
                     k_block_stride,
+                    k_line_stride,
                     v_block_stride,
-                    NUM_KV_HEADS,
+                    v_line_stride,
                     K_DIM,
                     V_DIM,
                     K_PADDED,
@@ -644,8 +681,8 @@ def write_kv(
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        k_cache.stride(0),
-        v_cache.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
         NUM_KV_HEADS=num_kv_heads,
         K_DIM=k_dim,
         V_DIM=v.shape[2],
@@ -659,6 +696,9 @@ def write_kv(
     )
 
 
+_PlanKey = tuple[int, int, int]  # window, BLOCK_N, KV heads
+
+
 class TritonAttention:
     """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it.
 
@@ -667,6 +707,9 @@ class TritonAttention:
 
     max_head_dim = MAX_HEAD_DIM
     capturable = True
+    heads_first = (
+        False  # a head's tokens together gained 1 to 2% at 32 rows and lost 3% at 256 (``benchmarks.attention_sweep``)
+    )
 
     def __init__(self, device: torch.device) -> None:
         """Raise ValueError for a device that Triton has no kernels for."""
@@ -682,9 +725,13 @@ class TritonAttention:
         self._device = device
         self._partials: list[Tensor] = []
         self._counters: list[Tensor] = []
+        self._plan_scratch: dict[_PlanKey, list[Tensor]] = {}
+        self._plans: dict[_PlanKey, Tensor] = {}  # this step's
 
     def prepare(self, batch: AttentionBatch) -> None:
+        """A step that is captured is prepared in the capture: its plans are made by the graph, in its first layers."""
         self._batch = batch
+        self._plans.clear()
         self._tables = batch.block_tables.unbind(0)
         self._slot_mappings = batch.slot_mapping.unbind(0)
 
@@ -746,15 +793,8 @@ class TritonAttention:
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
         tiles = DECODE_FLOAT32 if q.element_size() == 4 else DECODE
         block_n, num_warps, num_stages = tiles[max(64, k_padded, v_padded)]
-        context_len = min(batch.max_context_len, window + block_n - 1) if window else batch.max_context_len
-        busy = num_rows * num_kv_heads >= self._num_multiprocessors // 2
-        min_split_tiles = (FULL_SPLIT_LEN if busy else MIN_SPLIT_LEN) // block_n
-        num_extras = 0
-        if (max_splits := triton.cdiv(triton.cdiv(context_len, block_n), min_split_tiles)) > 1:
-            # Half as many as there are rows lets the long ones of very many be split too.
-            num_extras = max(triton.cdiv(EXTRA_PROGRAMS * self._num_multiprocessors, num_kv_heads), num_rows // 2)
-            num_extras = min(num_extras, num_rows * max_splits)
-        num_items = num_rows + num_extras
+        plan = self._plan(window, block_n, num_kv_heads, mixed)
+        num_items = plan.shape[0]
         num_lines = num_items * num_heads
         partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
         _decode_kernel[(num_items * num_kv_heads,)](
@@ -765,21 +805,16 @@ class TritonAttention:
             partials[: num_lines * v_dim],
             partials[num_lines * v_dim :],
             self._grown(self._counters, num_rows * num_kv_heads, torch.int32),
+            plan,
             q if sinks is None else sinks,
             self._tables[group],
-            batch.row_slots,
-            batch.cu_seqlens_q,
-            batch.context_lens,
-            num_rows,
-            num_extras,
-            min_split_tiles,
             window,
             scale,
             softcap,
             q.stride(0),
             q.stride(1),
-            k_cache.stride(0),
-            v_cache.stride(0),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
             batch.block_tables.stride(1),
             GROUP_SIZE=group_size,
             NUM_KV_HEADS=num_kv_heads,
@@ -790,10 +825,8 @@ class TritonAttention:
             BLOCK_SIZE=block_size,
             BLOCK_M=max(16, group_padded),
             BLOCK_N=block_n,
-            MAX_SPLITS=MAX_SPLITS,
             GROUP_PADDED=group_padded,
             CHUNK=max(1, min(MAX_SPLITS, 4096 // (group_padded * v_padded))),  # 32 registers a thread
-            MIXED=mixed,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
@@ -802,6 +835,43 @@ class TritonAttention:
             **pdl_options(q.device),
             **FMA,
         )
+
+    def _plan(self, window: int, block_n: int, num_kv_heads: int, mixed: bool) -> Tensor:
+        """The step's decode plan, [num_items, ITEM] int32: made for the first layer of its kind, for all of them."""
+        key = (window, block_n, num_kv_heads)
+        if key in self._plans:
+            return self._plans[key]
+        batch, num_rows = self._batch, self._batch.context_lens.shape[0]
+        context_len = min(batch.max_context_len, window + block_n - 1) if window else batch.max_context_len
+        busy = num_rows * num_kv_heads >= self._num_multiprocessors // 2
+        min_split_tiles = (FULL_SPLIT_LEN if busy else MIN_SPLIT_LEN) // block_n
+        num_extras = 0
+        if (max_splits := triton.cdiv(triton.cdiv(context_len, block_n), min_split_tiles)) > 1:
+            # Half as many as there are rows lets the long ones of very many be split too.
+            num_extras = max(triton.cdiv(EXTRA_PROGRAMS * self._num_multiprocessors, num_kv_heads), num_rows // 2)
+            num_extras = min(num_extras, num_rows * max_splits)
+        num_items = num_rows + num_extras
+        scratch = self._grown(self._plan_scratch.setdefault(key, []), num_items * ITEM.value, torch.int32)
+        plan = scratch[: num_items * ITEM.value].view(num_items, ITEM.value)
+        _plan_decode_kernel[(1,)](
+            plan,
+            batch.row_slots,
+            batch.cu_seqlens_q,
+            batch.context_lens,
+            num_rows,
+            num_extras,
+            min_split_tiles,
+            window,
+            BLOCK_N=block_n,
+            MAX_SPLITS=MAX_SPLITS,
+            MIXED=mixed,
+            HAS_WINDOW=window > 0,
+            num_warps=4,
+            **pdl_options(self._device),
+            **FMA,
+        )
+        self._plans[key] = plan
+        return plan
 
     def _prefill(
         self,
@@ -839,8 +909,8 @@ class TritonAttention:
             softcap,
             q.stride(0),
             q.stride(1),
-            k_cache.stride(0),
-            v_cache.stride(0),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
             batch.block_tables.stride(1),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,

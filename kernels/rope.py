@@ -36,6 +36,8 @@ def _rope_kernel(
     q_stride,  # between tokens
     k_stride,  # between pages
     v_stride,
+    line_stride,  # between the tokens of a page
+    head_stride,  # between the heads of a token in a page
     eps,
     NUM_SPLITS: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
@@ -88,7 +90,7 @@ def _rope_kernel(
     if HAS_SLOTS:
         slot = tl.load(slot_mapping + token)
         page = (slot // BLOCK_SIZE).to(tl.int64)
-        line = slot % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)
+        line = slot % BLOCK_SIZE * line_stride
     if HAS_ROPE:
         angles = cos_sin + tl.load(positions + token).to(tl.int64) * ROTARY_DIM + half
     heads += token * token_stride + before * HEAD_DIM
@@ -125,7 +127,7 @@ def _rope_kernel(
         out = k_out + page * k_stride + line
     if chunk >= FIRST_VALUE:
         out = v_out + page * v_stride + line
-    out += head * HEAD_DIM
+    out += head * tl.where(is_query, HEAD_DIM, head_stride)
     tl.store(out + half, first.to(out.dtype.element_ty), mask=mask)
     tl.store(out + HALF + half, second.to(out.dtype.element_ty), mask=mask)
     if REST:
@@ -156,15 +158,15 @@ def rope_and_store(
     cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: nothing turns
     weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads; None: no norm
     eps: float,
-    k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], a block contiguous, any stride between blocks
-    v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], likewise
+    k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride
+    v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], the same but between blocks
     slot_mapping: Tensor,  # [num_tokens] int32: block * block_size + offset
 ) -> Tensor:
     """Normalise heads (RMS) and turn them by their token's position; keys and values go into their pages.
 
     Returns the queries, [num_tokens, num_heads, head_dim] in the caches' dtype.
     """
-    assert qkv.stride(-1) == 1 and k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
+    assert qkv.stride(-1) == k_cache.stride(-1) == 1 and k_cache.stride()[1:] == v_cache.stride()[1:]
     q = k_cache.new_empty(qkv.shape[-2], num_heads, k_cache.shape[3])
     assert k_cache.shape == v_cache.shape and qkv.shape[-1] == (num_heads + 2 * num_kv_heads) * q.shape[2]
     _launch(qkv, positions, cos_sin, weights, eps, q, k_cache, v_cache, slot_mapping)
@@ -210,6 +212,8 @@ def _launch(
         q.stride(0),
         k_pages.stride(0),
         k_pages.stride(0) if v_pages is None else v_pages.stride(0),
+        k_pages.stride(1),
+        k_pages.stride(2),
         eps,
         NUM_SPLITS=heads.shape[0] if heads.dim() == 3 else 1,
         NUM_Q_HEADS=num_heads,

@@ -26,7 +26,9 @@ from cbatch.kernels.activation import FMA, apply_act
 from cbatch.kernels.norm import add_up, load_parts
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
-BLOCK_M = (16, 32, 64, 128)  # num_rows is rounded up to one of these, and to nothing else: few variants to compile
+# num_rows is rounded up to one of these, and to nothing else: few variants to compile. What is no power of two is made
+# of two, the larger first: 65 rows at the price of 128 would cost a step a tenth more than 64.
+ROWS = (16, 32, 48, 64, 80, 96, 128)
 SHARED_BYTES = 227 * 1024  # of a block on Hopper
 MAX_ACCUMULATORS = 128  # float32 registers of a thread's 255 that sums may take
 
@@ -41,9 +43,9 @@ class Config:
     split_k: int
     num_warps: int
 
-    def fits(self, block_m: int, gated: bool) -> bool:
+    def fits(self, rows: int, gated: bool) -> bool:
         """Whether the kernel exists: whole warpgroups, tiles in shared memory, sums in registers."""
-        num_sums = self._num_weight_rows(gated) * block_m // (32 * self.num_warps)
+        num_sums = self._num_weight_rows(gated) * rows // (32 * self.num_warps)
         return (
             all(n > 0 and n & (n - 1) == 0 for n in (self.block_n, self.block_k, self.num_warps))
             and (self.block_n % 64, self.block_k % 64, self.num_warps % 4) == (0, 0, 0)
@@ -51,22 +53,54 @@ class Config:
             and self.num_stages > 0
             and self.split_k > 0
             and not (gated and self.split_k > 1)
-            and self.shared_bytes(block_m, gated) <= SHARED_BYTES
+            and self.shared_bytes(rows, gated) <= SHARED_BYTES
             and num_sums <= MAX_ACCUMULATORS
         )
 
-    def shared_bytes(self, block_m: int, gated: bool) -> int:
+    def shared_bytes(self, rows: int, gated: bool) -> int:
         """Shared memory of a block, at most: the tiles of all stages, and their barriers."""
-        rows = self._num_weight_rows(gated) + block_m
-        return self.num_stages * (2 * rows * self.block_k + 32)
+        return self.num_stages * (2 * (self._num_weight_rows(gated) + rows) * self.block_k + 32)
 
     def _num_weight_rows(self, gated: bool) -> int:
         return self.block_n * (2 if gated else 1)
 
 
+@triton.jit
+def _store(
+    out,
+    sums,  # [BLOCK_N, SIZE]
+    up_sums,
+    bias,
+    columns,  # [BLOCK_N, 1]
+    bias_columns,
+    first_row,
+    num_rows,
+    num_columns,
+    SIZE: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Bias and activation, and then the columns of SIZE rows."""
+    if HAS_BIAS:
+        mask = columns < bias_columns
+        sums += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            up_sums += tl.load(bias + num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+    if ACT is not None:
+        sums = apply_act(sums, ACT)
+    if GATED:
+        sums = sums * up_sums
+    # Triton turns the sums around through shared memory, so that a warp stores whole lines of a row.
+    row = first_row + tl.arange(0, SIZE)[None, :]
+    mask = (columns < num_columns) & (row < num_rows)
+    tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "K", "part_k"])
 def _skinny_gemm_kernel(
     x,  # descriptor of [num_rows, K], tiles [BLOCK_M, BLOCK_K]
+    more_x,  # the same with tiles [MORE_M, BLOCK_K], for the rows behind the first BLOCK_M
     weight,  # descriptor of [num_columns, K], gated [2 * num_columns, K], tiles [BLOCK_N, BLOCK_K]
     bias,
     out,  # [num_parts, num_rows, num_columns]
@@ -75,6 +109,7 @@ def _skinny_gemm_kernel(
     K,
     part_k,  # a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
+    MORE_M: tl.constexpr,  # 0: there are none
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,  # None, or a name of an activation
@@ -90,6 +125,9 @@ def _skinny_gemm_kernel(
     end = tl.minimum(start + part_k, K)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up_sums = sums  # GATED alone changes it
+    if MORE_M:
+        more_sums = tl.zeros((BLOCK_N, MORE_M), tl.float32)
+        more_up_sums = more_sums
     if PDL:
         gdc_wait()
     for k in range(start, end, BLOCK_K):
@@ -98,27 +136,27 @@ def _skinny_gemm_kernel(
         if GATED:
             up = weight.load([num_columns + first_column, k])
         rows = x.load([0, k])
+        if MORE_M:
+            more_rows = more_x.load([BLOCK_M, k])
         sums = tl.dot(w, rows.T, sums, input_precision="ieee")
         if GATED:
             up_sums = tl.dot(up, rows.T, up_sums, input_precision="ieee")
+        if MORE_M:
+            more_sums = tl.dot(w, more_rows.T, more_sums, input_precision="ieee")
+            if GATED:
+                more_up_sums = tl.dot(up, more_rows.T, more_up_sums, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
 
-    columns = first_column + tl.arange(0, BLOCK_N)[:, None]
-    row = tl.arange(0, BLOCK_M)[None, :]
-    if HAS_BIAS:
-        mask = columns < tl.where(part == 0, num_columns, 0)  # once: in the first part
-        sums += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-        if GATED:
-            up_sums += tl.load(bias + num_columns + columns, mask=mask, other=0.0).to(tl.float32)
-    if ACT is not None:
-        sums = apply_act(sums, ACT)
-    if GATED:
-        sums = sums * up_sums
-    # Triton turns the sums around through shared memory, so that a warp stores whole lines of a row.
     out += part.to(tl.int64) * num_rows * num_columns
-    mask = (columns < num_columns) & (row < num_rows)
-    tl.store(out + row * num_columns + columns, sums.to(out.dtype.element_ty), mask=mask)
+    columns = first_column + tl.arange(0, BLOCK_N)[:, None]
+    bias_columns = tl.where(part == 0, num_columns, 0)  # once: in the first part
+    _store(out, sums, up_sums, bias, columns, bias_columns, 0, num_rows, num_columns, BLOCK_M, ACT, GATED, HAS_BIAS)
+    if MORE_M:
+        _store(
+            out, more_sums, more_up_sums, bias, columns, bias_columns, BLOCK_M, num_rows, num_columns, MORE_M, ACT,
+            GATED, HAS_BIAS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -149,7 +187,9 @@ def skinny_gemm(
     """
     assert config.split_k == 1 or (act is None and not gated), "an activation wants the whole sum"
     (num_rows, k), num_columns = x.shape, weight.shape[0] // (2 if gated else 1)
-    block_m = next(size for size in BLOCK_M if num_rows <= size)
+    rows = next(size for size in ROWS if num_rows <= size)
+    block_m = 1 << rows.bit_length() - 1
+    more_m = rows - block_m
     if config.split_k == 1:
         out = x.new_empty(num_rows, num_columns)
     else:
@@ -157,6 +197,7 @@ def skinny_gemm(
     # Descriptors are made anew: 2.6 µs each beside some 30 of an eager launch, and a captured graph has them inside.
     _skinny_gemm_kernel[(triton.cdiv(num_columns, config.block_n), config.split_k)](
         TensorDescriptor.from_tensor(x, [block_m, config.block_k]),
+        TensorDescriptor.from_tensor(x, [more_m or block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
         x if bias is None else bias,
         out,
@@ -165,6 +206,7 @@ def skinny_gemm(
         k,
         triton.cdiv(k, config.split_k * config.block_k) * config.block_k,
         BLOCK_M=block_m,
+        MORE_M=more_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         ACT=act,

@@ -37,6 +37,7 @@ class TorchAttention:
 
     max_head_dim = 1 << 30
     capturable = False
+    heads_first = False
 
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}

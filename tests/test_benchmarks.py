@@ -15,6 +15,7 @@ from tests.models.families import FAMILIES
 FOLDER = Path(decode.__file__).parent
 COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 NEED_GPU = {
+    "attention_sweep": [],
     "decode": [],
     "headline": [],
     "interference": ["--tokenizer", "x"],
@@ -52,7 +53,7 @@ def test_help_needs_no_gpu(run, capsys, name):
     with pytest.raises(SystemExit) as end:
         run(name, "--help")
     assert end.value.code == 0
-    assert "--json" in capsys.readouterr().out
+    assert ("--json" in capsys.readouterr().out) == (name != "figures")  # which reads them
 
 
 @pytest.mark.parametrize("name", NEED_GPU)
@@ -114,3 +115,12 @@ def test_the_ratio_of_33_to_32_is_of_the_same_schedule_and_context():
 
     runs = [measured("async", 10, 32, 4.0), measured("async", 10, 33, 5.0), measured("sync", 10, 33, 9.0)]
     assert [found["step_33_over_32"] for found in decode.ratios(runs)] == [1.25]
+
+
+def test_the_readme_has_the_figures_of_the_results():
+    from benchmarks import figures
+
+    _, _, rest = figures.README.read_text(encoding="utf-8").partition(figures.BEGIN)
+    assert rest.partition(figures.END)[0].strip() == figures.table().strip(), (
+        "run: python -m benchmarks.figures --write"
+    )

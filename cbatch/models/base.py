@@ -37,14 +37,14 @@ class Attend(Protocol):
 class Pages(NamedTuple):
     """Where this step's keys and values of one layer belong."""
 
-    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, k_head_dim], any stride between blocks
-    v_cache: Tensor  # [num_blocks, block_size, num_kv_heads, v_head_dim], any stride between blocks
+    k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, k_head_dim], heads contiguous, any other stride
+    v_cache: Tensor  # [num_blocks, block_size, num_kv_heads, v_head_dim], heads contiguous, any other stride
     slot_mapping: Tensor  # [num_tokens] int32: block * block_size + offset
 
 
 @runtime_checkable
 class PagedAttend(Protocol):
-    """An ``Attend`` that may show its pages: a model then stores k and v there itself, and attends with None for both."""
+    """An ``Attend`` that may show its pages: a model then stores k and v itself, and attends with None for both."""
 
     def pages(self, layer: int) -> Pages | None: ...
 

@@ -67,7 +67,8 @@ def load_weights(module: nn.Module, config: DecoderConfig, max_model_len: int, *
     """
     names, source = config.names, _Source(module, take)
     source.expect(config)
-    tables = {kind: _rope_table(module, config, kind, max_model_len) for kind in dict.fromkeys(config.ropes) if kind is not None}
+    kinds = dict.fromkeys(kind for kind in config.ropes if kind is not None)
+    tables = {kind: _rope_table(module, config, kind, max_model_len) for kind in kinds}
     body = names.body
     tied = source.same(f"{body}.{names.embed}.weight", "lm_head.weight")
     embed = source.tensor(f"{body}.{names.embed}.weight")

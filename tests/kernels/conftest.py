@@ -74,6 +74,7 @@ def make_step(
     softcap: float = 0.0,
     sinks: bool = False,
     num_padding: int = 0,  # tokens after the last row, which write to the dummy block
+    heads_first: bool = False,  # a page holds head behind head, not token behind token
     seed: int = 0,
 ) -> PagedStep:
     """Random history in randomly placed pages of a pool of two layers (the step is layer 1 of group 1)."""
@@ -89,8 +90,17 @@ def make_step(
     keys_size, values_size = block_size * num_kv_heads * head_dim, block_size * num_kv_heads * v_head_dim
     pool = torch.full((num_blocks, 2 * (keys_size + values_size)), float("nan"), dtype=dtype)
     base = keys_size + values_size
-    k_cache = pool[:, base : base + keys_size].view(num_blocks, block_size, num_kv_heads, head_dim)
-    v_cache = pool[:, base + keys_size :].view(num_blocks, block_size, num_kv_heads, v_head_dim)
+
+    def pages(pool: Tensor) -> tuple[Tensor, Tensor]:
+        views = []
+        for part, dim in ((pool[:, base : base + keys_size], head_dim), (pool[:, base + keys_size :], v_head_dim)):
+            if heads_first:
+                views.append(part.view(num_blocks, num_kv_heads, block_size, dim).transpose(1, 2))
+            else:
+                views.append(part.view(num_blocks, block_size, num_kv_heads, dim))
+        return views[0], views[1]
+
+    k_cache, v_cache = pages(pool)
     block_tables = torch.full((2, num_slots, max(counts, default=0) + 2), 2**30, dtype=torch.int32)
     row_slots = torch.randperm(num_slots, generator=generator)[: len(rows)].int()
     dense, new_k, new_v, slot_mapping = [], [], [], []
@@ -120,8 +130,7 @@ def make_step(
     slots = torch.tensor([[-1] * num_tokens, slot_mapping], dtype=torch.int32).view(2, num_tokens)
     lens = [query_len for query_len, _ in rows]
     pool = pool.to(device)
-    k_cache = pool[:, base : base + keys_size].view(num_blocks, block_size, num_kv_heads, head_dim)
-    v_cache = pool[:, base + keys_size :].view(num_blocks, block_size, num_kv_heads, v_head_dim)
+    k_cache, v_cache = pages(pool)
     batch = AttentionBatch(
         block_tables=block_tables.to(device),
         slot_mapping=slots.to(device),

@@ -16,7 +16,8 @@ from tests.kernels.targets import assert_rounded, random, run_under_the_interpre
 # Far from zero the activations count on 1 / (inf + 1) = 0; numpy, which stands for the GPU here, mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 CARD = torch.device("cuda", 0)
-ROWS = (16, 32, 64, 128)
+ROWS = (16, 32, 64, 128)  # those that the table has
+SIZES = (16, 32, 48, 64, 80, 96, 128)
 
 
 def make_config(block_n=64, block_k=64, num_stages=2, split_k=1, num_warps=4):
@@ -54,6 +55,8 @@ def exact(x, weight, bias=None, act=None, gated=False):
         (16, 1536, 64, {"split_k": 4, "block_k": 128}),
         (17, 4104, 72, {"split_k": 3, "block_k": 128}),
         (33, 8, 200, {"block_n": 128}),
+        (40, 200, 72, {"split_k": 2}),  # 32 and 16 rows
+        (90, 72, 65, {}),  # 64 and 32
         (64, 128, 65, {"split_k": 5}),  # two blocks of K: three parts have none
         (100, 72, 130, {"block_n": 128, "num_warps": 8}),
         (128, 576, 128, {"split_k": 2, "num_stages": 3}),
@@ -91,10 +94,10 @@ def test_the_first_part_has_the_bias_and_a_part_of_nothing_is_zeros(device, dtyp
 def test_activations(device, dtype, act, gated):
     from cbatch.kernels.skinny_gemm import skinny_gemm
 
-    x, weight, bias = inputs(19, 200, 2 * 72 if gated else 72, device, dtype)
-    for b in (bias, None):
-        y = skinny_gemm(4 * x, weight, b, make_config(), act=act, gated=gated)
-        assert_rounded(y, exact(4 * x, weight, b, act, gated))
+    many, weight, bias = inputs(40, 200, 2 * 72 if gated else 72, device, dtype)
+    for x, b in ((4 * many[:19], bias), (4 * many, None), (4 * many, bias)):
+        y = skinny_gemm(x, weight, b, make_config(), act=act, gated=gated)
+        assert_rounded(y, exact(x, weight, b, act, gated))
 
 
 @targets
@@ -160,7 +163,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(device, dtype, monkeypatch):
     x, weight, _ = inputs(128, 1536, 64, device, dtype)
     config = make_config(block_k=128, num_stages=4, split_k=2)
     first = skinny_gemm(x[2:3], weight, None, config)
-    for num_rows in ROWS:
+    for num_rows in SIZES:
         rows = skinny_gemm(x[:num_rows], weight, None, _with_room(config, num_rows, "linear"))
         assert torch.equal(rows[:, 2:3], first)
 
@@ -244,9 +247,9 @@ def test_unknown_shapes_are_cut_by_rule_on_hopper_and_are_cublas_elsewhere(card)
 def test_a_fixed_order_is_one_for_all_numbers_of_rows(card):
     linear = card()
     for k, n, kind in ((4096, 6144, "linear"), (4096, 14336, "gated"), (768, 3072, "act"), (5120, 5120, "linear")):
-        configs = [linear.choose(k, n, rows, kind, CARD, fixed_order=True) for rows in (1, *ROWS)]
+        configs = [linear.choose(k, n, rows, kind, CARD, fixed_order=True) for rows in (1, *SIZES)]
         assert len({(config.block_k, config.split_k) for config in configs}) == 1
-        assert all(config.fits(rows, kind == "gated") for config, rows in zip(configs, (16, *ROWS), strict=True))
+        assert all(config.fits(rows, kind == "gated") for config, rows in zip(configs, (16, *SIZES), strict=True))
 
 
 def test_a_table_of_ones_own_comes_first(card, tmp_path, monkeypatch):

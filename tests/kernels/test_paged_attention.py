@@ -9,7 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cbatch.kernels.attention import AttentionBatch
 from tests.kernels.targets import INTERPRETED, run_under_the_interpreter, targets
+
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 
 
 @pytest.fixture
@@ -37,6 +46,50 @@ def short_splits(monkeypatch):
     monkeypatch.setattr(paged_attention, "EXTRA_PROGRAMS", 1000)
 
 
+def plan_of(backend, rows, window=0) -> list[list[int]]:
+    """The items of a decode plan for rows of (query_len, context_len), 8 KV heads and tiles of 64, on an H200."""
+    backend._num_multiprocessors = 132
+    lens = [query_len for query_len, _ in rows]
+    ints = {"dtype": torch.int32, "device": backend._device}
+    backend.prepare(
+        AttentionBatch(
+            block_tables=torch.zeros(1, 1, 1, **ints),
+            slot_mapping=torch.zeros(1, sum(lens), **ints),
+            row_slots=torch.arange(len(rows), **ints) + 1000,
+            cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).to(**ints),
+            context_lens=torch.tensor([context_len for _, context_len in rows], **ints),
+            num_decodes=0,
+            max_query_len=max(lens),
+            max_context_len=131072,  # what a captured step is told
+        )
+    )
+    return backend._plan(window, 64, 8, set(lens) != {1}).tolist()
+
+
+def assert_covers(plan, rows, window=0) -> int:
+    """Every row that decodes is read once from its window's first tile to its end. Returns the extras used."""
+    used, token = len(rows), 0
+    for row, (query_len, context_len) in enumerate(rows):
+        if query_len == 1:
+            _, _, _, _, start, end, num_splits, second = plan[row]
+            items = [plan[row], *plan[second : second + num_splits - 1]]
+            assert start == (max(context_len - window, 0) // 64 * 64 if window else 0)
+            assert num_splits == 1 or second == used
+            used += num_splits - 1
+            split_len = end - start
+            for item in items:
+                end = min(start + split_len, context_len)
+                assert item == [row, 1000 + row, token, context_len, start, end, num_splits, second]
+                assert num_splits == 1 or (split_len % 64 == 0 and start < end)
+                start = end
+            assert end == context_len
+        else:
+            assert plan[row][0] == -1
+        token += query_len
+    assert used <= len(plan) and all(item[0] == -1 for item in plan[used:])
+    return used - len(rows)
+
+
 def assert_same_bits(actual, expected) -> None:
     """Bit for bit, NaN included."""
     bits = torch.int32 if actual.element_size() == 4 else torch.int16
@@ -57,6 +110,13 @@ def assert_same_bits(actual, expected) -> None:
 )
 def test_rows_attend_to_their_context_and_nothing_else(paged_step, assert_near, backend_on, device, dtype, rows):
     step = paged_step(rows, device=device, dtype=dtype, num_padding=2)
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+def test_heads_may_lie_one_behind_the_other_in_a_page(paged_step, assert_near, backend_on, device, dtype):
+    rows = [(1, 300), (1, 16), (1, 0), (19, 90), (30, 30)]
+    step = paged_step(rows, device=device, dtype=dtype, heads_first=True, num_padding=3, head_dim=24, v_head_dim=40)
     assert_near(step.run(backend_on(device)), step.expected())
 
 
@@ -160,6 +220,53 @@ def test_more_rows_than_a_program_looks_at_in_one_go(paged_step, assert_near, ba
     backend = backend_on(device)
     backend._num_multiprocessors = 0  # half as many extra programs as there are rows
     assert_near(step.run(backend), step.expected())
+
+
+@devices
+@pytest.mark.parametrize("context_len", [1, 224, 1024, 4192, 8100, 131072])
+def test_rows_of_one_length_are_not_split(backend_on, device, context_len):
+    """Two halves of 32 rows were 512 programs, and 396 are resident: a wave and a third took 20% longer."""
+    rows = [(1, context_len)] * 32
+    plan = plan_of(backend_on(device), rows)
+    assert len(plan) == 32 + 33
+    assert assert_covers(plan, rows) == 0
+
+
+@devices
+def test_a_row_alone_is_split_by_128_tokens(backend_on, device):
+    assert assert_covers(plan_of(backend_on(device), [(1, 1024)]), [(1, 1024)]) == 7
+
+
+@devices
+@pytest.mark.parametrize("window", [0, 1000])
+def test_a_plan_covers_any_mix_of_rows(backend_on, device, window):
+    """On one backend, so that each plan lies where a longer or shorter one was."""
+    backend = backend_on(device)
+    generator = torch.Generator().manual_seed(0)
+    for num_rows, spread in [(1, 3), (32, 0.5), (300, 1), (7, 2), (32, 2), (129, 1.5), (200, 0.1)]:
+        contexts = (torch.randn(num_rows, generator=generator) * spread + 7).exp().int().clamp(0, 131072).tolist()
+        for rows in ([(1, n) for n in contexts], [(1 if n % 3 else n % 5, n) for n in contexts] + [(9, 70000)]):
+            assert_covers(plan_of(backend, rows, window), rows, window)
+    rows = [(1, 100000), *[(1, 1000)] * 30, (1, 0)]
+    # 2,043 tiles on 33 extras: 62 a split, 25 splits of the long row and none of the others.
+    assert assert_covers(plan_of(backend, rows, window), rows, window) == (0 if window else 24)
+    rows = [(1, 1)] * 32
+    assert assert_covers(plan_of(backend, rows, window), rows, window) == 0
+
+
+@targets
+def test_layers_share_a_plan_by_window_and_steps_share_none(
+    paged_step, assert_near, backend_on, short_splits, device, dtype
+):
+    backend = backend_on(device)
+    for contexts in ([300, 5, 0, 129], [5, 300, 129, 64]):
+        step = paged_step([(1, n) for n in contexts], num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
+        backend.prepare(step.batch)
+        for window in (0, 70, 0, 70):
+            step.options["window"] = window
+            out = backend.attend(step.q, step.k, step.v, step.k_cache, step.v_cache, step.group, **step.options)
+            assert_near(out, step.expected())
+        assert len(backend._plans) == 2
 
 
 @targets

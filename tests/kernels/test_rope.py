@@ -26,13 +26,17 @@ def inputs(num_heads, num_kv_heads, head_dim, rotary_dim, device, dtype, num_tok
     return qkv, positions, table, weights
 
 
-def pages_of_two_layers(num_tokens, num_kv_heads, head_dim, device, dtype, block_size=16, num_blocks=5):
+def pages_of_two_layers(
+    num_tokens, num_kv_heads, head_dim, device, dtype, block_size=16, num_blocks=5, heads_first=False
+):
     """A block-major pool of -77, the second layer's pages in it, and the tokens' slots: far apart, two of the dummy."""
     size = block_size * num_kv_heads * head_dim
     pool = torch.full((num_blocks, 4 * size), -77.0, dtype=dtype, device=device)
-    k_cache, v_cache = (
-        pool[:, part * size : (part + 1) * size].view(num_blocks, block_size, num_kv_heads, head_dim) for part in (2, 3)
-    )
+    parts = [pool[:, part * size : (part + 1) * size] for part in (2, 3)]
+    if heads_first:
+        k_cache, v_cache = (part.view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2) for part in parts)
+    else:
+        k_cache, v_cache = (part.view(num_blocks, block_size, num_kv_heads, head_dim) for part in parts)
     slots = torch.randperm((num_blocks - 1) * block_size, generator=torch.Generator().manual_seed(3)) + block_size
     slots = torch.cat([slots[: max(0, num_tokens - 2)], torch.zeros(2, dtype=torch.int64)])[:num_tokens]
     return pool, k_cache, v_cache, slots.int().to(device)
@@ -106,7 +110,9 @@ def test_rope_and_store(device, dtype, num_tokens, num_heads, num_kv_heads, head
         qkv = random(num_splits, *qkv.shape, device=device, dtype=torch.float32, seed=2)
     before, results = qkv.clone(), []
     for which in (rope_and_store, reference.rope_and_store):
-        pool, k_cache, v_cache, slots = pages_of_two_layers(num_tokens, num_kv_heads, head_dim, device, dtype)
+        pool, k_cache, v_cache, slots = pages_of_two_layers(
+            num_tokens, num_kv_heads, head_dim, device, dtype, heads_first=num_splits == 2
+        )
         q = which(
             qkv, num_heads, num_kv_heads, positions, None if rotary_dim is None else table,
             weights if normed else None, EPS, k_cache, v_cache, slots,

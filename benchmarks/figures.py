@@ -1,0 +1,126 @@
+"""The README's table of figures, out of the JSON under ``results/``: nobody types a figure.
+
+python -m benchmarks.figures [--write]      # prints the table; --write puts it between the README's two marks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- python -m benchmarks.figures --write -->\n", "<!-- end of the figures -->\n"
+SHAPES = {"llama-8b": "8B", "llama-1b": "1B", "smollm2-shape": "SmolLM2"}
+
+
+def load(name: str) -> Any:
+    return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def decode(run: dict[str, Any]) -> str:
+    return (
+        f"{run['ms_per_step_p50']:.2f} ms a step, {run['output_tokens_per_s']:,.0f} tokens/s, GPU active "
+        f"{run['activity_pct']:.2f}%, {run['roofline_share_pct']:.0f}% of the memory roofline"
+    )
+
+
+def decode_rows() -> Iterator[tuple[str, str, str, str]]:
+    for name in ("h200-decode-8b", "h200-decode-1b"):
+        runs = load(name)["runs"]
+        sync = {run["mean_context"] // 100: run for run in runs if run["schedule"] == "sync"}
+        for run in runs:
+            if run["schedule"] == "sync":
+                continue
+            beside = next((other for at, other in sync.items() if abs(at - run["mean_context"] // 100) < 2), None)
+            shape = (
+                f"{SHAPES[run['model']]} shape, {run['num_requests']} requests at a context of {run['mean_context']:,}"
+            )
+            yield f"decode, {shape}", decode(run), f'`schedule="sync"`: {decode(beside)}' if beside else "", "decode"
+
+
+def other_rows() -> Iterator[tuple[str, str, str, str]]:
+    runs = {run["num_requests"]: run for run in load("h200-decode-batches")["runs"]}
+    batches = [n for n in (1, 8, 64, 128, 256) if n in runs]
+    yield (
+        f"decode, 8B shape at a context of about {runs[batches[0]]['mean_context']:,}: "
+        f"{', '.join(map(str, batches))} requests",
+        ", ".join(f"{runs[n]['ms_per_step_p50']:.1f}" for n in batches) + " ms a step",
+        ", ".join(f"{runs[n]['roofline_share_pct']:.0f}" for n in batches) + "% of the roofline",
+        "decode --batches …",
+    )
+    traffic = {run["model"]: run for run in load("h200-traffic")["runs"]}
+    yield (
+        "traffic: 512 requests at once, 258,125 tokens in, 143,784 out, 256 running",
+        "; ".join(
+            f"{SHAPES[model]} {run['duration_s']:.1f} s, {run['output_tokens_per_s']:,.0f} output tokens/s"
+            for model, run in traffic.items()
+        ),
+        "",
+        "traffic",
+    )
+    prefill = load("h200-prefill")
+    run = max(prefill["runs"], key=lambda run: run["tokens_per_s"])
+    yield (
+        f"{prefill['num_prompts']} prompts of {prefill['input_len']:,} tokens, 8B shape",
+        f"{run['tokens_per_s']:,.0f} tokens/s, {run['tflop_per_s']:.0f} TFLOP/s",
+        f"{run['matrix_rate_share']:.0%} of matrix products alone",
+        "prefill",
+    )
+    runs_by_schedule = {run["schedule"]: run for run in load("h200-headline")["runs"]}
+    texts = [
+        f"{run['duration_s']:.1f} s, {run['output_tokens_per_s']:,.0f} tokens/s, active {run['activity_pct']:.1f}%"
+        for run in (runs_by_schedule["async"], runs_by_schedule["sync"])
+    ]
+    yield "32 requests, 128 tokens in, 8,192 out, 8B shape", texts[0], f'`schedule="sync"`: {texts[1]}', "headline"
+    against = load("cpu-vs-transformers")
+    yield (
+        "SmolLM2-135M, float32, 2 CPU cores: 32 chat prompts, 64 tokens each",
+        f"{against['cbatch']['output_tokens_per_s']:.1f} tokens/s",
+        f"transformers' `generate_batch`: {against['transformers']['output_tokens_per_s']:.1f} tokens/s; "
+        f"ratio {against['ratio']:.2f}",
+        "vs_transformers",
+    )
+
+
+def host_row() -> str:
+    """Median µs of a step, with nobody waiting and with 50,000."""
+    by_case: dict[tuple[int, int], float] = {}
+    for benchmark in load("cpu-host-cost")["benchmarks"]:
+        params = benchmark["params"]
+        by_case[params["num_running"], params["num_waiting"]] = benchmark["stats"]["median"] * 1e6
+    running = sorted({running for running, _ in by_case})
+    idle, crowded = (
+        ", ".join(f"{by_case[n, waiting]:.0f}" for n in running) for waiting in sorted({w for _, w in by_case})
+    )
+    counts = ", ".join(f"{n:,}" for n in running)
+    return (
+        f"| host time to plan one decode step and land another: {counts} running | {idle} µs "
+        f"| with 50,000 waiting: {crowded} µs | `make bench` |"
+    )
+
+
+def table() -> str:
+    lines = ["| what | cbatch | beside it | command |", "|---|---|---|---|"]
+    for what, ours, beside, command in (*decode_rows(), *other_rows()):
+        lines.append(f"| {what} | {ours} | {beside} | `python -m benchmarks.{command}` |")
+    return "\n".join([*lines, host_row()]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    if not parser.parse_args().write:
+        print(table(), end="")
+        return
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    README.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
