@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cbatch.kernels import reference
+from cbatch.kernels import reference, torch_linear
 
 
 @dataclass(frozen=True)
 class Ops:
     """Signatures and meaning are those in ``reference``. None of them waits for the device."""
 
+    pack: Callable[[Tensor], Tensor]  # a weight as ``linear`` reads it fastest: of use to it and ``linear_act`` alone
     linear: Callable[..., Tensor]
     linear_act: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
@@ -26,8 +27,9 @@ class Ops:
 
 
 TORCH = Ops(
-    linear=reference.linear,
-    linear_act=reference.linear_act,
+    pack=torch_linear.pack,
+    linear=torch_linear.linear,
+    linear_act=torch_linear.linear_act,
     rms_norm=reference.rms_norm,
     layer_norm=reference.layer_norm,
     add_rms_norm=reference.add_rms_norm,
@@ -44,6 +46,7 @@ def make_ops(device: torch.device) -> Ops:
     from cbatch.kernels import linear, norm, rope
 
     return Ops(
+        pack=lambda weight: weight,
         linear=linear.linear,
         linear_act=linear.linear_act,
         rms_norm=norm.rms_norm,

@@ -4,15 +4,23 @@ Decode on the CPU is bound by memory: at SmolLM2's shape (30 layers, 9 heads, 3 
 contexts of 50 to 400) a step reads 331 MB, and two Zen 4 cores need 11.3 ms merely to add it up. Ways tried, in ms for
 all layers:
 
-    scores   gather pages 6.5, then one bmm a KV head 5.8      kept
+    scores   gather pages 6.5, then one bmm a KV head 5.8      one for all heads now, see below
              bmm on the pages where they lie 18                small GEMMs do not prefetch, memcpy does
              torch.sparse.sampled_addmm 17                     no gather
+             embedding_bag's backward to its weights           no gather, a BLAS dot a token: a step takes twice as long
     values   embedding_bag 11                                  kept: gather and weighted sum in one
              gather pages 6.2, then bmm 7                      and stale NaN in a page's tail must be wiped first
     both     SDPA, a page a batch item 57; on gathered pages 12 + 39; on gathered rows of one length 12 + 17
 
 With softmax, masks, the write of K and V and the plan a step takes 33 ms, measured beside other work on the two cores
 (`python -m benchmarks.kernels --device cpu`); gathering all rows and attending under one mask takes more than 1,000.
+
+Pages hold head behind head: what is gathered of a page and head is a matrix of one bmm over all of them, and a head's
+values follow each other. That takes 4 to 16% off a step, for contexts of 45 to 1,000.
+
+Few operators count as much as few bytes. The engine computes in a thread of its own, and where another thread of the
+process has used OpenMP too, libgomp has more threads than there are cores and lets them sleep between operators: some
+40 us until a parallel one has both (contexts of 45 to 85 on a quiet machine: 29 ms, 15 without the other thread).
 
 Gathers and masks depend on the step alone, so `_DecodePlan` makes them once for all layers of a group.
 """
@@ -37,7 +45,7 @@ class TorchAttention:
 
     max_head_dim = 1 << 30
     capturable = False
-    heads_first = False
+    heads_first = True
 
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
@@ -119,27 +127,27 @@ class TorchAttention:
         padded = 4 if group_size in (2, 3) else group_size
         num_chunks, chunk = plan.num_chunks, plan.chunk
 
-        queries = q.new_zeros(plan.num_rows, num_kv_heads, padded, head_dim)
-        decodes = q[: plan.num_rows].unflatten(1, (num_kv_heads, group_size))
+        queries = q.new_zeros(num_kv_heads, plan.num_rows, padded, head_dim)
+        decodes = q[: plan.num_rows].unflatten(1, (num_kv_heads, group_size)).transpose(0, 1)
         torch.mul(decodes, scale, out=queries[:, :, :group_size])
-        queries = queries.index_select(0, plan.chunk_rows)
-        keys = self._buffer("keys", plan.pages.numel(), k_cache[0].numel())
-        torch.index_select(k_cache.flatten(1), 0, plan.pages, out=keys)
-        keys = keys.view(num_chunks, chunk, num_kv_heads, head_dim)
+        queries = queries.index_select(1, plan.chunk_rows).flatten(0, 1)
+        pages, page_size = plan.key_pages(k_cache), plan.block_size * head_dim
+        keys = self._buffer("keys", pages.numel(), page_size)
+        torch.index_select(_table(k_cache, page_size), 0, pages, out=keys)
 
         # One chunk more than there are: what rows shorter than their band read beyond their end.
-        scores = self._buffer("scores", num_kv_heads * (num_chunks + 1) * padded, chunk)
-        scores = scores.view(num_kv_heads, num_chunks + 1, padded, chunk)
-        for head in range(num_kv_heads):
-            torch.bmm(queries[:, head], keys[:, :, head].transpose(1, 2), out=scores[head, :num_chunks])
+        num_lines = num_kv_heads * num_chunks * padded
+        scores = self._buffer("scores", num_lines + padded, chunk)
+        scores[num_lines:] = float("-inf")
+        computed = scores[:num_lines].view(-1, padded, chunk)
+        torch.bmm(queries, keys.view(-1, chunk, head_dim).transpose(1, 2), out=computed)
         if softcap:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        scores[:, num_chunks] = float("-inf")
-        scores[:, : plan.num_partial].masked_fill_(plan.hidden, float("-inf"))
+            computed.div_(softcap).tanh_().mul_(softcap)
+        computed.unflatten(0, (num_kv_heads, -1))[:, : plan.num_partial].masked_fill_(plan.hidden, float("-inf"))
 
-        values = _value_table(v_cache)
+        values = _table(v_cache, v_cache.shape[3])
         for band in plan.bands(v_cache, num_heads, padded):
-            banded = scores.view(-1, chunk).index_select(0, band.from_scores).view(band.rows.numel(), num_heads, -1)
+            banded = scores.index_select(0, band.from_scores).view(band.rows.numel(), num_heads, -1)
             weights = _softmax(banded, sinks).view(-1, chunk).index_select(0, band.to_bags)
             context = F.embedding_bag(
                 band.tokens, values, band.offsets, mode="sum", per_sample_weights=weights.view(-1)
@@ -205,9 +213,20 @@ class _DecodePlan:
         pages_per_chunk = self.chunk // block_size
         pages = numbers[order, None] * pages_per_chunk + torch.arange(pages_per_chunk, device=device)
         pages = pages.minimum((self._lens[self.chunk_rows, None] - 1) // block_size)  # past the end: the last, masked
-        self.pages = self._tables[self.chunk_rows[:, None], pages].flatten()  # [num_chunks * pages_per_chunk]
+        self._pages = self._tables[self.chunk_rows[:, None], pages].long()  # [num_chunks, pages_per_chunk]
         self.row_bands = [(torch.tensor(rows, device=device), most) for rows, most in _split_into_bands(counts)]
         self._bands: dict[tuple[int, ...], list[_Band]] = {}
+        self._key_pages: dict[tuple[int, ...], Tensor] = {}
+
+    def key_pages(self, k_cache: Tensor) -> Tensor:
+        """Each KV head's part of the pages, by head and chunk: which page_size elements of the pool it is."""
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        key = (k_cache.stride(0), num_kv_heads, head_dim)
+        if key not in self._key_pages:
+            heads = torch.arange(num_kv_heads, device=self._pages.device)
+            firsts = self._pages * (k_cache.stride(0) // (self.block_size * head_dim))
+            self._key_pages[key] = (firsts + heads[:, None, None]).flatten()
+        return self._key_pages[key]
 
     def bands(self, v_cache: Tensor, num_heads: int, padded: int) -> list[_Band]:
         """The bands for caches of v_cache's shape and strides, where scores have padded lines a chunk and KV head."""
@@ -218,7 +237,7 @@ class _DecodePlan:
             position = self._positions.minimum(self._lens[self._rows, None] - 1)
             position = position.maximum(self._visible_from[self._rows, None])
             blocks = self._tables[self._rows[:, None], position // self.block_size].long()
-            lines = blocks * (v_cache.stride(0) // head_dim) + position % self.block_size * num_kv_heads
+            lines = blocks * (v_cache.stride(0) // head_dim) + position % self.block_size
             self._bands[key] = [
                 self._band(rows, most, lines, num_kv_heads, num_heads, padded) for rows, most in self.row_bands
             ]
@@ -240,11 +259,11 @@ class _DecodePlan:
         columns = torch.arange(most, device=rows.device)
         exists = columns < self._counts[rows, None]  # [n, most]
         chunks = torch.where(exists, self._firsts[rows, None] + columns, 0)
-        places = torch.where(exists, self._places[chunks], self.num_chunks)
-        first_lines = heads // group_size * (self.num_chunks + 1) * padded + heads % group_size
-        from_scores = places[:, None, :] * padded + first_lines[:, None]  # [n, num_heads, most]
+        places = self._places[chunks][:, None, :] + (heads // group_size * self.num_chunks)[:, None]
+        places = torch.where(exists[:, None, :], places, num_kv_heads * self.num_chunks)
+        from_scores = places * padded + (heads % group_size)[:, None]  # [n, num_heads, most]
         row, head, column = exists[:, None, :].expand(-1, num_heads, -1).nonzero(as_tuple=True)
-        tokens = lines.index_select(0, chunks[row, column]) + (head // group_size)[:, None]
+        tokens = lines.index_select(0, chunks[row, column]) + (head // group_size * self.block_size)[:, None]
         sizes = (self._counts[rows] * self.chunk).repeat_interleave(num_heads)
         return _Band(
             rows=rows,
@@ -278,19 +297,21 @@ def _deal(rows: list[int]) -> list[int]:
 
 
 def _has_table(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the fast way serves: embedding_bag wants float32 and the pool as one table of lines of head_dim."""
+    """Whether the fast way serves: it wants float32, head behind head, and the pool as tables of lines of one size."""
+    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
     return (
         v_cache.device.type == "cpu"
         and v_cache.dtype == k_cache.dtype == torch.float32
+        and all(cache.stride(2) == block_size * cache.shape[3] for cache in (k_cache, v_cache))
+        and k_cache.stride(0) % (block_size * head_dim) == 0
         and v_cache.stride(0) % v_cache.shape[3] == 0
     )
 
 
-def _value_table(v_cache: Tensor) -> Tensor:
-    """All of the pool from this layer's first value on, as [lines, v_head_dim], without copying."""
-    num_blocks, block_size, num_kv_heads, head_dim = v_cache.shape
-    lines = (num_blocks - 1) * (v_cache.stride(0) // head_dim) + block_size * num_kv_heads
-    return v_cache.as_strided((lines, head_dim), (head_dim, 1))
+def _table(cache: Tensor, size: int) -> Tensor:
+    """All of the pool from this layer's first key or value on, as [lines, size], without copying."""
+    num_lines = ((cache.shape[0] - 1) * cache.stride(0) + cache[0].numel()) // size
+    return cache.as_strided((num_lines, size), (size, 1))
 
 
 def _decode_gathered(

@@ -1,6 +1,12 @@
-"""Owns the blocks of the KV pool: which are free. Knows no sequence; block 0 is the dummy that padding writes to."""
+"""Owns the blocks of the KV pool: who holds how many references, which are free, and which of the free ones are cached.
+
+Knows no sequence and no token. Block 0 is the dummy that padding writes to.
+"""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +15,14 @@ DUMMY_BLOCK = 0
 
 
 class BlockManager:
-    """A stack of free block numbers over a pool of ``num_blocks`` equal pages.
+    """Reference counts over a pool of ``num_blocks`` equal pages, and what nobody refers to.
 
-    Taken blocks come in ascending order when they were freed together, so that a sequence tends to lie in one run
-    of the pool.
+    A block is *held* (count > 0), or *blank* (on a stack), or *cached*: held by nobody, but a prefix that can be hit.
+    Blank blocks are taken first, then the cached ones, those first that were held longest ago. Both are free:
+    ``num_free`` can be taken. A published block becomes cached when its last holder lets it go, any other one blank.
+
+    Blocks taken together come in ascending order when they were freed together, so that a sequence tends to lie in one
+    run of the pool.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -20,24 +30,96 @@ class BlockManager:
             raise ValueError(f"num_blocks is {num_blocks}, but the dummy block and one more are needed")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32)
-        self.num_free = num_blocks - 1
+        self.ref_counts = np.zeros(num_blocks, np.int32)
+        self.published = np.zeros(num_blocks, np.bool_)
+        self._blank = np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32)
+        self._num_blank = num_blocks - 1
+        self._cached: OrderedDict[int, None] = OrderedDict()  # held longest ago first
+        # What the owner of the prefixes does when a cached block is taken: it forgets the prefix, and says which
+        # blocks go with it, the block itself included.
+        self.forget: Callable[[int], Sequence[int]] = lambda block: (block,)
 
     @property
     def num_usable(self) -> int:
         """Blocks that sequences can hold: all but the dummy."""
         return self.num_blocks - 1
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken, cached ones included."""
+        return self._num_blank + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that hold a prefix."""
+        return len(self._cached)
+
     def take(self, count: int) -> NDArray[np.int32]:
+        """Blocks with one reference each. Cached prefixes are forgotten for them if need be."""
+        if count > self._num_blank:
+            self._blank_cached(count)
+        self._num_blank -= count
+        blocks = self._blank[self._num_blank : self._num_blank + count][::-1].copy()
+        self.ref_counts[blocks] = 1
+        return blocks
+
+    def hold(self, blocks: NDArray[np.int32]) -> None:
+        """Add a reference to published blocks, all different."""
+        for block in blocks[self.ref_counts[blocks] == 0].tolist():
+            del self._cached[block]
+        self.ref_counts[blocks] += 1
+
+    def let_go(self, blocks: NDArray[np.int32]) -> None:
+        """Take a reference back from each; a block may stand there once for each of several holders.
+
+        Those nobody holds any more become blank or cached, the first of them the first to be taken again.
+        """
+        if not blocks.size:
+            return
+        if self.ref_counts.take(blocks).max() == 1:  # and so no block stands there twice
+            self.ref_counts[blocks] = 0
+            gone = blocks
+        else:
+            np.subtract.at(self.ref_counts, blocks, 1)
+            gone = blocks[self.ref_counts.take(blocks) == 0]
+        published = self.published.take(gone)
+        if published.nonzero()[0].size:
+            self._cached.update(dict.fromkeys(gone[published].tolist()))
+            gone = gone[~published]
+        self._put(np.array(sorted({*gone.tolist()}), np.int32))
+
+    def unpublish(self, blocks: NDArray[np.int32]) -> None:
+        """Forget that blocks hold a prefix. Those that nobody holds become blank."""
+        self.published[blocks] = False
+        blocks = blocks[self.ref_counts[blocks] == 0]
+        for block in blocks.tolist():
+            del self._cached[block]
+        self._put(blocks)
+
+    def _blank_cached(self, count: int) -> None:
+        """Make cached blocks blank until ``count`` are."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        self.num_free -= count
-        return self._free[self.num_free : self.num_free + count][::-1].copy()
+        gone: list[int] = []
+        missing = count - self._num_blank
+        while len(gone) < missing:
+            oldest, _ = self._cached.popitem(last=False)
+            blocks = self.forget(oldest)
+            for block in blocks:
+                if block != oldest:
+                    del self._cached[block]
+            gone += blocks
+        blank = np.array(gone, np.int32)
+        self.published[blank] = False
+        self._put(blank)
 
-    def give_back(self, blocks: NDArray[np.int32]) -> None:
-        count = blocks.size
-        self._free[self.num_free : self.num_free + count] = blocks.ravel()[::-1]
-        self.num_free += count
+    def _put(self, blocks: NDArray[np.int32]) -> None:
+        self._blank[self._num_blank : self._num_blank + blocks.size] = blocks[::-1]
+        self._num_blank += blocks.size
 
-    def free_blocks(self) -> NDArray[np.int32]:
-        """A view of the free block numbers, for ``Scheduler.check``."""
-        return self._free[: self.num_free]
+    def blank_blocks(self) -> NDArray[np.int32]:
+        """A view of the blank block numbers, for ``check``."""
+        return self._blank[: self._num_blank]
+
+    def cached_blocks(self) -> list[int]:
+        """The cached block numbers in the order in which they will be taken, for ``check``."""
+        return list(self._cached)

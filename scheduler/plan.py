@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def layout(shape: StepShape, bucket: Bucket) -> tuple[dict[str, tuple[int, tuple
     fields, offset = {}, 0
     for name, dims in dimensions.items():
         fields[name] = (offset, dims)
-        offset += -(-int(np.prod(dims)) // 4) * 4
+        offset += -(-prod(dims) // 4) * 4
     return fields, offset
 
 
@@ -74,6 +75,10 @@ class HostBatch:
     out_slots     [samples]         slot that the sampled token belongs to
     table_index, table_value        changes of the resident block tables (flat index, block)
     param_slots, param_values       sampling state of slots that have a new owner
+
+    What few steps have stands behind the layout, in the slab's spare words, one array after the other: changes of the
+    block tables that *overflow* the bucket (all their indices, then all their blocks), and the blocks to copy before
+    the model runs (all sources, then all destinations; none is both).
     """
 
     __slots__ = (
@@ -90,6 +95,7 @@ class HostBatch:
         "row_slots",
         "sample_rows",
         "slot_mapping",
+        "spare_words",
         "table_index",
         "table_value",
     )
@@ -112,7 +118,14 @@ class HostBatch:
         fields, self.num_words = layout(shape, bucket)
         self.bucket = bucket
         for name, (offset, dims) in fields.items():
-            setattr(self, name, slab[offset : offset + int(np.prod(dims))].reshape(dims))
+            setattr(self, name, slab[offset : offset + prod(dims)].reshape(dims))
+        self.spare_words = slab[self.num_words :]
+
+    def write_spare(self, *arrays: NDArray[np.integer]) -> None:
+        """Put arrays behind the layout."""
+        words = np.concatenate(arrays)
+        assert words.size <= self.spare_words.size, "a slab has too few spare words"
+        self.spare_words[: words.size] = words
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,13 @@ class StepSizes:
     num_param_updates: int
     max_query_len: int
     max_context_len: int
+    num_overflow: int = 0  # changes of the block tables behind the layout
+    num_copies: int = 0  # blocks to copy
+
+    @property
+    def num_spare_words(self) -> int:
+        """Words behind the layout that are in use."""
+        return 2 * (self.num_overflow + self.num_copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,32 +1,52 @@
 """Decides what runs next. Knows sequences and blocks; knows nothing of tensors, devices or text.
 
 Running sequences are rows of ``SlotTables``. What all of them do every step is numpy over rows; Python loops touch
-only the few that differ: a prefill chunk, a new block, a finish.
+only the few that differ: a prefill chunk, a complete block, a finish.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.scheduler import invariants
+from cbatch.scheduler.block_tables import BlockTables
 from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
 from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
-from cbatch.scheduler.sequence import Sequence, Status
-from cbatch.scheduler.slots import SlotTables
+from cbatch.scheduler.prefix_cache import Node, PrefixCache
+from cbatch.scheduler.sequence import MAX_PRIORITY, Sequence, Status
+from cbatch.scheduler.slots import FREE, NEVER, SlotTables
+from cbatch.scheduler.waiting import WaitingQueue
+
+Policy = Literal["fcfs", "priority", "longest_prefix"]
+POLICIES: tuple[Policy, ...] = ("fcfs", "priority", "longest_prefix")
+
+LOOK_AHEAD = 64  # waiting sequences that may be looked at, and overtaken by others, in one step
+ARRIVAL_BITS = 40
 
 _NO_FINISHES: list[Finish] = []
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill under a token budget and preemption by recomputation.
+    """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation.
 
-    A step takes every decoding sequence (one token each), then the chunks of running prefills in order of arrival,
-    then new sequences, while ``max_num_batched_tokens``, slots and blocks last. When blocks run out, the youngest
-    running sequence goes back to the queue. So the oldest always advances, and since a sequence that cannot fit alone
-    is refused by ``blocks_for``'s caller, everything finishes.
+    A step takes every decoding sequence (one token each), then prefills by rank, the running ones' chunks and new
+    sequences, while ``max_num_batched_tokens``, slots and blocks last. The rank is the order of arrival; with the
+    policy ``"priority"`` that comes second. When blocks run out, the running sequence of the last rank goes back to
+    the queue. So the first always advances, and since a sequence that cannot fit alone is refused by the caller of
+    ``blocks_for``, everything finishes.
+
+    Policies differ in who starts:
+
+    - ``"fcfs"``: the first in rank.
+    - ``"priority"``: the first in rank, and where it has no room, it displaces running ones of a lower priority, the
+      last first. What was displaced comes back when there is room, and displaces nobody of the same priority.
+    - ``"longest_prefix"``: of the first and the 64 that arrived after it, the one of which most is in the prefix cache.
+      So no sequence is overtaken by more than the 64 that came right after it.
     """
 
     def __init__(
@@ -38,41 +58,84 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        windows: tuple[int, ...] = (),
+        policy: Policy = "fcfs",
+        prefix_caching: bool = False,
     ) -> None:
+        """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
+
+        ``()`` is 0 for each.
+        """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}, but must be one of {', '.join(POLICIES)}")
+        if policy == "longest_prefix" and not prefix_caching:
+            raise ValueError('policy "longest_prefix" needs prefix_caching')
+        windows = tuple(window if window < max_model_len else 0 for window in windows) or (0,) * num_groups
+        if len(windows) != num_groups or min(windows) < 0:
+            raise ValueError(
+                f"windows is {windows}, but must be {num_groups} numbers of at least 0, one for each group"
+            )
+        self.policy = policy
         self.blocks = BlockManager(num_blocks, block_size)
-        self.tables = SlotTables(max_num_seqs, max_model_len, num_groups, block_size)
+        self.tables = SlotTables(max_num_seqs, max_model_len, block_size)
+        self.block_tables = BlockTables(self.blocks, max_num_seqs, self.tables.max_blocks_per_seq, windows)
+        self.prefix_cache = PrefixCache(self.blocks, windows) if prefix_caching else None
         self.block_size = block_size
         self.num_groups = num_groups
+        self.windows = windows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.num_waiting = 0
         self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
         self.num_preemptions = 0
-        # Blocks that stay free when a sequence is admitted beside others, so that they can grow a while before one
-        # must be preempted.
+        # Tokens of sequences when they started first, and how many of them were in the prefix cache.
+        self.num_asked_tokens = 0
+        self.num_hit_tokens = 0
+        # Most columns of block tables that sequences start with in one step, so that a slab has room for them.
+        self.max_shared_columns = max(self.tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
-        self._waiting: deque[Sequence] = deque()  # by arrival; aborted ones stay as tombstones until they surface
-        self._prefilling: list[Sequence] = []  # running with prompt tokens left, by arrival
+        self._waiting = WaitingQueue()
+        self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
+        self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
+        self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
         self._last_epoch = 0
         self._arange = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
-        stride = (max_num_seqs + 1) * self.tables.max_blocks_per_seq
-        assert num_groups * stride < 2**31, "the block tables outgrow 32-bit indices"
-        self._group_base = (np.arange(num_groups, dtype=np.int64) * stride)[:, None]
-        self._table_updates: list[tuple[int, NDArray[np.int64], NDArray[np.int32]]] = []
 
     # ---- life of a sequence
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of context take, over all groups."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+        """Blocks, over all groups, that a sequence needs to reach ``num_tokens`` tokens of context."""
+        return self.block_tables.blocks_for(num_tokens)
+
+    @property
+    def longest_len(self) -> int:
+        """Largest ``max_len`` that fits into the empty pool (the last token is never computed); 1 if not even two."""
+        least, most = 1, self.max_model_len
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.blocks_for(middle - 1) <= self.blocks.num_usable:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    @property
+    def num_spare_words(self) -> int:
+        """Most int32 words that a step has behind the layout of its slab."""
+        # Cached and forked prefixes, and a few times what a step computes: shared and dropped blocks; and the copies.
+        columns = self.max_num_batched_tokens // self.block_size + self.tables.max_num_seqs
+        return 2 * self.num_groups * (self.max_shared_columns + 5 * columns + self.tables.max_num_seqs)
 
     @property
     def num_running(self) -> int:
         return self.tables.max_num_seqs - len(self._free_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -83,17 +146,48 @@ class Scheduler:
         """Queue a new sequence. The caller has made sure that it fits into an empty pool."""
         assert 0 < sequence.num_prompt_tokens < sequence.max_len <= self.max_model_len
         assert self.blocks_for(sequence.max_len - 1) <= self.blocks.num_usable
-        sequence.arrival = self._num_arrivals
+        self._give_rank(sequence)
+        self._waiting.add(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Start a new sequence that begins with the tokens of a running one, on what is computed of them.
+
+        The child shares whole blocks with the parent, as far as its tokens are those that have landed there and been
+        computed; what goes on into the next block is copied before the next step. At least one token is computed. The
+        parent goes on. False, and nothing done, if there is no slot or no room: then ``add`` the child.
+        """
+        t, slot, num_tokens = self.tables, parent.slot, len(child.token_ids)
+        assert slot >= 0 and parent.cache_salt == child.cache_salt and num_tokens < child.max_len <= self.max_model_len
+        assert self.blocks_for(child.max_len - 1) <= self.blocks.num_usable
+        most = min(num_tokens - 1, int(t.num_computed[slot]), int(t.num_landed[slot]))
+        departures = (child.token_ids[:most] != t.tokens[slot, :most]).nonzero()[0]
+        num_computed = int(departures[0]) if departures.size else most
+        num_shared = num_computed // self.block_size
+        num_columns = num_shared + sum(forked.num_cached_tokens for forked in self._forked) // self.block_size
+        wanted = (-(-num_tokens // self.block_size) - num_shared) * self.num_groups + self._reserved()
+        if not self._free_slots or num_columns > self.max_shared_columns or wanted > self.blocks.num_free:
+            return False
+        prefix = self._published(parent, num_shared)
+        if not self.block_tables.fork(slot, self._free_slots[-1], num_computed):
+            return False
+        self._give_rank(child)
+        self._take_slot(child, prefix, num_computed)
+        self._forked.add(child)
+        return True
+
+    def _give_rank(self, sequence: Sequence) -> None:
+        assert abs(sequence.priority) <= MAX_PRIORITY
+        sequence.arrival = sequence.rank = self._num_arrivals
+        if self.policy == "priority":
+            sequence.rank += sequence.priority << ARRIVAL_BITS
         self._num_arrivals += 1
-        self._waiting.append(sequence)
-        self.num_waiting += 1
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence wherever it is, in constant time. Its rows in flight will be dropped."""
         if sequence.status is Status.FINISHED:
             return
-        if sequence.status is Status.WAITING:
-            self.num_waiting -= 1
+        was_waiting = sequence.status is Status.WAITING
+        if was_waiting:
             sequence.token_ids = sequence.token_ids[:0].copy()  # it may stay in the queue for long
         elif sequence.slot >= 0:
             self._release_slot(sequence)
@@ -101,58 +195,80 @@ class Scheduler:
             self.num_in_flight -= 1
         sequence.status = Status.FINISHED
         sequence.epoch = 0
+        sequence.node = None
+        if was_waiting:
+            self._waiting.bury()
 
-    def _take_slot(self, sequence: Sequence) -> None:
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as when weights have changed. Running sequences go on, and publish no more."""
+        if self.prefix_cache is None:
+            return
+        for slot in np.flatnonzero(self.tables.epoch).tolist():
+            sequence: Sequence = self.tables.sequences[slot]
+            sequence.node = sequence.pending = None
+            self.tables.publish_at[slot] = NEVER
+        self.prefix_cache.reset()
+
+    def _take_slot(self, sequence: Sequence, prefix: Node | None, num_computed: int) -> None:
+        """Run a sequence in the slot whose block table has what is computed of it, of which ``prefix`` is published."""
         t, slot = self.tables, self._free_slots.pop()
         self._last_epoch += 1
         sequence.slot, sequence.epoch, sequence.status = slot, self._last_epoch, Status.RUNNING
         num_tokens = len(sequence.token_ids)
         t.epoch[slot] = sequence.epoch
-        t.arrival[slot] = sequence.arrival
+        t.rank[slot] = sequence.rank
         t.decoding[slot] = False
-        t.num_computed[slot] = 0
+        t.num_computed[slot] = num_computed
         t.num_tokens[slot] = num_tokens
         t.num_landed[slot] = num_tokens
         t.max_len[slot] = sequence.max_len
-        t.num_blocks[slot] = 0
+        t.publish_at[slot] = (prefix.depth + 1) * self.block_size if prefix is not None else NEVER
         t.flags[slot] = sequence.flags
         t.set_stop_ids(slot, sequence.stop_token_ids)
         t.sequences[slot] = sequence
         t.tokens[slot, :num_tokens] = sequence.token_ids
-        self._prefilling.append(sequence)
+        insort(self._prefilling, sequence, key=_rank)
+        sequence.node = prefix
+        sequence.num_cached_tokens = num_computed
+        if self.prefix_cache is not None and prefix is not None:
+            self.prefix_cache.enter(prefix)
+            self._announce(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
         """Give slot and blocks back. A step in flight may still use them: any reuse is a later step, ordered behind."""
         t, slot = self.tables, sequence.slot
         if not t.decoding[slot]:
             self._prefilling.remove(sequence)
-        self.blocks.give_back(t.block_tables[:, slot, : t.num_blocks[slot]])
+        self.block_tables.clear(slot)
+        if self.prefix_cache is not None and sequence.node is not None:
+            self._withdraw(sequence)
+            self.prefix_cache.leave(sequence.node)
         sequence.num_landed = int(t.num_landed[slot])
         sequence.slot = -1
         t.epoch[slot] = 0
-        t.arrival[slot] = -1
+        t.rank[slot] = FREE
         t.decoding[slot] = False
-        t.num_blocks[slot] = 0
+        t.publish_at[slot] = NEVER
+        t.set_stop_ids(slot, frozenset())
         t.sequences[slot] = None
         self._free_slots.append(slot)
+        self._forked.discard(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
         t, slot = self.tables, sequence.slot
         sequence.token_ids = t.tokens[slot, : t.num_landed[slot]].copy()
         self._release_slot(sequence)
-        self._table_updates = [update for update in self._table_updates if update[0] != slot]
         sequence.status, sequence.epoch = Status.WAITING, 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        # Victims are the youngest of the running, and whoever waits is younger still: the front keeps the order.
-        self._waiting.appendleft(sequence)
-        self.num_waiting += 1
+        self._waiting.add(sequence)
+        self._preempted.add(sequence)
 
-    def _preempt_youngest(self, after: int = -1) -> bool:
-        """Preempt the youngest running sequence that arrived after ``after``; False if there is none."""
-        slot = int(self.tables.arrival.argmax())
-        if self.tables.arrival[slot] <= after:
+    def _preempt_last(self, after: int = FREE) -> bool:
+        """Preempt the running sequence of the last rank, if that is behind ``after``; False if there is none."""
+        slot = int(self.tables.rank.argmax())
+        if self.tables.rank[slot] <= after:
             return False
         self._preempt(self.tables.sequences[slot])
         return True
@@ -165,98 +281,268 @@ class Scheduler:
         ``host_batch(num_tokens, num_rows)`` hands out the views to write. None if nothing can run before something
         lands (or nothing is there).
         """
-        self._table_updates.clear()
         admitted: list[Sequence] = []
         chunks = self._schedule(admitted)
-        slots = np.flatnonzero(self.tables.decoding)
+        slots = self.tables.decoding.nonzero()[0]
         if not chunks and not slots.size:
             return None
         return self._write(host_batch, slots, chunks, admitted)
 
     def _schedule(self, admitted: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
-        num_preemptions = self.num_preemptions
-        num_decodes = self._grow_decodes()
-        budget = self.max_num_batched_tokens - num_decodes
+        self._preempted.clear()
+        budget = self.max_num_batched_tokens - self._grow_decodes()
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self._prefilling):
-            if budget <= 0:
-                break
-            if sequence.slot >= 0 and (num_tokens := self._grow_prefill(sequence, budget)):
+            budget = self._admit(budget, chunks, admitted, before=sequence)
+            if budget > 0 and sequence.slot >= 0 and (num_tokens := self._grow_prefill(sequence, budget)):
                 chunks.append((sequence, num_tokens))
                 budget -= num_tokens
-        # A slot freed by preemption is not given away in the same step: its block table would change twice.
-        if budget > 0 and self.num_waiting and self._free_slots and self.num_preemptions == num_preemptions:
-            self._admit(budget, chunks, admitted)
-        if self.num_preemptions != num_preemptions:
-            chunks = [chunk for chunk in chunks if chunk[0].slot >= 0]
+                if sequence in self._forked:
+                    self._forked.discard(sequence)
+                    admitted.append(sequence)
+        self._admit(budget, chunks, admitted)
         return chunks
-
-    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], admitted: list[Sequence]) -> None:
-        """Give slots to waiting sequences, each if all its known tokens fit beside what running prefills still take."""
-        reserved = sum(self._outstanding(sequence) for sequence in self._prefilling)
-        while budget > 0 and self._free_slots and (candidate := self._head_of_queue()) is not None:
-            spare = self._watermark if self.num_running else 0
-            if reserved + self.blocks_for(len(candidate.token_ids)) + spare > self.blocks.num_free:
-                break
-            self._waiting.popleft()
-            self.num_waiting -= 1
-            self._take_slot(candidate)
-            admitted.append(candidate)
-            num_tokens = self._grow_prefill(candidate, budget)
-            chunks.append((candidate, num_tokens))
-            budget -= num_tokens
-            reserved += self._outstanding(candidate)
-
-    def _outstanding(self, sequence: Sequence) -> int:
-        """Blocks that the rest of a running prefill will take."""
-        t, slot = self.tables, sequence.slot
-        return self.blocks_for(int(t.num_tokens[slot])) - int(t.num_blocks[slot]) * self.num_groups
 
     def _grow_decodes(self) -> int:
         """One more block for each decoding sequence whose blocks are full; preempts until they suffice."""
-        t = self.tables
+        t, tables = self.tables, self.block_tables
         while True:
-            slots = np.flatnonzero(t.decoding)
-            held = t.num_blocks[slots]
-            full = slots[t.num_computed[slots] == held * self.block_size]
-            count = full.size * self.num_groups
-            if count <= self.blocks.num_free:
+            slots = t.decoding.nonzero()[0]
+            full = slots[t.num_computed.take(slots) == tables.num_columns.take(slots) * self.block_size]
+            if full.size * self.num_groups <= self.blocks.num_free:
                 break
-            self._preempt_youngest()
-        if count:
-            blocks = self.blocks.take(count).reshape(full.size, self.num_groups).T
-            columns = t.num_blocks[full]
-            t.block_tables[:, full, columns] = blocks
-            index = self._group_base + (full * t.max_blocks_per_seq + columns)
-            for column, slot in enumerate(full.tolist()):
-                self._table_updates.append((slot, index[:, column], blocks[:, column]))
-            t.num_blocks[full] = columns + 1
+            self._preempt_last()
+        if full.size:
+            tables.extend_each(full)
         return int(slots.size)
 
     def _grow_prefill(self, sequence: Sequence, budget: int) -> int:
         """Blocks for the next chunk of a prefill; the number of its tokens, 0 if it must wait for blocks."""
         t, slot = self.tables, sequence.slot
-        computed, held = int(t.num_computed[slot]), int(t.num_blocks[slot])
+        computed, held = int(t.num_computed[slot]), int(self.block_tables.num_columns[slot])
         num_tokens = min(int(t.num_tokens[slot]) - computed, budget)
         wanted = -(-(computed + num_tokens) // self.block_size) - held
         while wanted * self.num_groups > self.blocks.num_free:
-            if not self._preempt_youngest(after=sequence.arrival):
+            if not self._preempt_last(after=sequence.rank):
                 wanted = self.blocks.num_free // self.num_groups
                 num_tokens = max(0, (held + wanted) * self.block_size - computed)
                 break
         if wanted > 0:
-            blocks = self.blocks.take(wanted * self.num_groups).reshape(self.num_groups, wanted)
-            t.block_tables[:, slot, held : held + wanted] = blocks
-            index = self._group_base + (slot * t.max_blocks_per_seq + np.arange(held, held + wanted))
-            self._table_updates.append((slot, index.ravel(), blocks.ravel()))
-            t.num_blocks[slot] = held + wanted
+            self.block_tables.extend(slot, wanted)
         return num_tokens
 
-    def _head_of_queue(self) -> Sequence | None:
-        while self._waiting and self._waiting[0].status is not Status.WAITING:
-            self._waiting.popleft()  # aborted while it waited
-        return self._waiting[0] if self._waiting else None
+    # ---- who starts
+
+    def _admit(
+        self,
+        budget: int,
+        chunks: list[tuple[Sequence, int]],
+        admitted: list[Sequence],
+        before: Sequence | None = None,
+    ) -> int:
+        """Start waiting sequences in the policy's order, all or those that rank before a running prefill.
+
+        Returns what is left of the budget. Who has no room blocks those behind it. Who waits for a prefix that a
+        running prefill is computing lets others pass, but keeps a slot and the blocks that it needs.
+        """
+        num_kept = kept_blocks = 0
+        reserved: int | None = None
+        num_columns = sum(started.num_cached_tokens for started in (*admitted, *self._forked)) // self.block_size
+        for sequence in self._candidates(before):
+            if budget <= 0 or sequence in self._preempted:
+                break
+            if reserved is None:
+                reserved = self._reserved()
+            prefix = None
+            if self.prefix_cache is not None:
+                prefix = self._match(sequence)
+                if self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank):
+                    num_kept += 1
+                    kept_blocks += self._wanted(sequence, prefix)
+                    if num_kept == LOOK_AHEAD:
+                        break
+                    continue
+                prefix = self.prefix_cache.resumable(prefix)
+                num_columns += prefix.depth
+                if admitted and num_columns > self.max_shared_columns:
+                    break
+            spare = self._spare(sequence) + kept_blocks
+            if not self._has_room(sequence, prefix, num_kept, reserved + spare):
+                if self.policy != "priority" or not self._displace(sequence, prefix, num_kept, kept_blocks):
+                    break
+                reserved = None
+            self._waiting.remove(sequence)
+            self._start(sequence, prefix)
+            admitted.append(sequence)
+            num_tokens = self._grow_prefill(sequence, budget)
+            assert num_tokens > 0, "a sequence started without room"
+            chunks.append((sequence, num_tokens))
+            budget -= num_tokens
+            if num_tokens < len(sequence.token_ids) - sequence.num_cached_tokens:  # the rest is reserved from now on
+                reserved = None
+        return budget
+
+    def _start(self, sequence: Sequence, prefix: Node | None) -> None:
+        """Give a slot to a waiting sequence, behind a cached prefix."""
+        num_cached = 0
+        if self.prefix_cache is not None and prefix is not None:
+            self.block_tables.start(self._free_slots[-1], [node.blocks for node in self.prefix_cache.path(prefix)])
+            num_cached = prefix.depth * self.block_size
+        self._take_slot(sequence, prefix, num_cached)
+        if not sequence.num_preemptions:
+            self.num_asked_tokens += len(sequence.token_ids)
+            self.num_hit_tokens += num_cached
+
+    def _candidates(self, before: Sequence | None) -> Iterator[Sequence]:
+        """Waiting sequences in the order in which they may start. Who was started must be gone from the queue."""
+        if not (self._free_slots or self._may_displace()):
+            return
+        if self.policy == "longest_prefix":
+            if before is None:
+                yield from self._by_prefix()
+            return
+        index = 0
+        while (sequence := self._waiting.peek(index)) is not None:
+            if before is not None and sequence.rank > before.rank:
+                return
+            yield sequence
+            index += sequence.status is Status.WAITING
+
+    def _may_displace(self) -> bool:
+        """Whether some running sequence has a lower priority than the first of those that wait."""
+        if self.policy != "priority" or (first := self._waiting.peek(0)) is None:
+            return False
+        return bool(self.tables.rank.max() >= (first.priority + 1) << ARRIVAL_BITS)
+
+    def _by_prefix(self) -> list[Sequence]:
+        first = self._waiting.peek(0)
+        if first is None:
+            return []
+        near: list[Sequence] = []
+        while (sequence := self._waiting.peek(len(near))) is not None and sequence.rank <= first.rank + LOOK_AHEAD:
+            near.append(sequence)
+        return sorted(near, key=lambda sequence: (-self._match(sequence).depth, sequence.rank))
+
+    def _match(self, sequence: Sequence) -> Node:
+        """The longest cached prefix of a waiting sequence. Costs nothing where it is what it was the last time."""
+        assert self.prefix_cache is not None
+        sequence.node = self.prefix_cache.match(sequence.node, sequence.token_ids, sequence.cache_salt)
+        return sequence.node
+
+    def _wanted(self, sequence: Sequence, prefix: Node | None) -> int:
+        """Most blocks that a waiting sequence holds until all its known tokens are computed."""
+        num_tokens = len(sequence.token_ids)
+        num_cached = prefix.depth * self.block_size if prefix is not None else 0
+        return self.block_tables.blocks_for(num_tokens, min(num_tokens - num_cached, self.max_num_batched_tokens))
+
+    def _outstanding(self, sequence: Sequence) -> int:
+        """Blocks that the rest of a running prefill will take."""
+        t, slot = self.tables, sequence.slot
+        num_tokens = int(t.num_tokens[slot])
+        chunk = min(num_tokens - int(t.num_computed[slot]), self.max_num_batched_tokens)
+        return max(0, self.block_tables.blocks_for(num_tokens, chunk) - self.block_tables.num_held(slot))
+
+    def _reserved(self) -> int:
+        """Blocks that running prefills will take: if each took a part of the pool and waited, none would advance."""
+        return sum(map(self._outstanding, self._prefilling))
+
+    def _spare(self, sequence: Sequence) -> int:
+        """Blocks that stay free when a sequence starts beside others, so that they can grow a while."""
+        if sequence.num_preemptions:  # one each, or it would soon be preempted again
+            return max(self._watermark, self.num_running * self.num_groups)
+        return self._watermark
+
+    def _has_room(self, sequence: Sequence, prefix: Node | None, num_kept: int, reserved: int) -> bool:
+        """Whether a slot and blocks for all known tokens of a sequence are free beside those kept and reserved."""
+        if len(self._free_slots) <= num_kept:
+            return False
+        if not self.num_running:  # as many tokens as fit, since all of them fit one after the other
+            return True
+        wanted, num_free = self._wanted(sequence, prefix) + reserved, self.blocks.num_free
+        groups = self.block_tables.full_groups
+        if wanted <= num_free or prefix is None or wanted - prefix.depth * len(groups) > num_free:
+            return wanted <= num_free
+        # Blocks of the prefix that others hold too are not among the free. They begin at the root.
+        while prefix.parent is not None and not self.blocks.ref_counts[prefix.blocks[groups[0]]]:
+            prefix = prefix.parent
+        return wanted - prefix.depth * len(groups) <= num_free
+
+    def _displace(self, sequence: Sequence, prefix: Node | None, num_kept: int, kept_blocks: int) -> bool:
+        """Make room at the cost of running sequences of a lower priority, the last first; of none if all would not do.
+
+        What they hold together with others, and what they hold of the prefix, is not counted as gained.
+        """
+        t = self.tables
+        lower = np.flatnonzero(t.rank >= (sequence.priority + 1) << ARRIVAL_BITS)
+        if not lower.size or lower.size + len(self._free_slots) <= num_kept:
+            return False
+        blocks, counts = np.unique(self.block_tables.held(lower), return_counts=True)
+        gained = np.count_nonzero(counts == self.blocks.ref_counts[blocks])
+        stay = sum(self._outstanding(other) for other in self._prefilling if other.priority <= sequence.priority)
+        wanted = self._wanted(sequence, prefix) + stay + kept_blocks
+        if wanted > self.blocks.num_free + gained and lower.size < self.num_running:
+            return False
+        while not self._has_room(sequence, prefix, num_kept, self._reserved() + kept_blocks):
+            self._preempt(t.sequences[t.rank.argmax()])
+        return True
+
+    # ---- what is published
+
+    def _publish_prompt(self, sequence: Sequence) -> None:
+        """Make known the blocks of a prompt that the step completes. Whoever hits them is computed in a later step."""
+        node = sequence.node
+        num_complete = int(self.tables.num_computed[sequence.slot]) // self.block_size
+        if node is None or node.depth == num_complete:
+            return
+        self._withdraw(sequence)
+        while node.depth < num_complete:
+            node = self._publish_block(sequence)
+        self._announce(sequence)
+
+    def _publish_block(self, sequence: Sequence) -> Node:
+        """Make known the block behind the last published one: a step that completes it has been planned.
+
+        Where the same prefix is known already, the sequence goes on with the blocks of that, and gives its own back.
+        """
+        assert self.prefix_cache is not None and sequence.node is not None
+        t, slot, column = self.tables, sequence.slot, sequence.node.depth
+        tokens = t.tokens_by_block[slot, column].tobytes()
+        own: list[int] = self.block_tables.tables[:, slot, column].tolist()
+        node = sequence.node = self.prefix_cache.publish(sequence.node, tokens, sequence.cache_salt, own)
+        t.publish_at[slot] = (column + 2) * self.block_size
+        if node.blocks is not own:
+            self.block_tables.share(slot, column, node.blocks)
+        return node
+
+    def _published(self, sequence: Sequence, depth: int) -> Node | None:
+        """The prefix of ``depth`` blocks of a running sequence, which has computed it, and whose tokens have landed."""
+        node = sequence.node
+        if node is not None and node.depth < depth:  # one block, not published before one more token lands
+            self._withdraw(sequence)
+            node = self._publish_block(sequence)
+            self._announce(sequence)
+        while node is not None and node.depth > depth:
+            node = node.parent
+        return node
+
+    def _announce(self, sequence: Sequence) -> None:
+        """Let those with the same prefix wait for the next block that a prefill computes."""
+        t, slot, size = self.tables, sequence.slot, self.block_size
+        if self.prefix_cache is None or sequence.node is None or t.decoding[slot]:
+            return
+        start = sequence.node.depth * size
+        if start + size <= t.num_tokens[slot]:
+            tokens = t.tokens[slot, start : start + size].tobytes()
+            sequence.pending = self.prefix_cache.key(sequence.node, tokens, sequence.cache_salt)
+            self.prefix_cache.announce(sequence.pending, sequence.rank)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        if self.prefix_cache is not None and sequence.pending is not None:
+            self.prefix_cache.withdraw(sequence.pending, sequence.rank)
+            sequence.pending = None
+
+    # ---- writing a step
 
     def _write(
         self,
@@ -266,7 +552,7 @@ class Scheduler:
         admitted: list[Sequence],
     ) -> StepPlan:
         """Fill the views of a step: decode rows in one go, then a loop over the prefill chunks."""
-        t, size = self.tables, self.block_size
+        t, tables, size = self.tables, self.block_tables.tables, self.block_size
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
         num_rows = num_decodes + len(chunks)
@@ -279,7 +565,7 @@ class Scheduler:
         host.input_ids[:n] = 0
         host.positions[:n] = positions
         host.carry_slots[:n] = slots
-        host.slot_mapping[:, :n] = t.block_tables[:, slots, block_index] * size + offset
+        host.slot_mapping[:, :n] = tables[:, slots, block_index] * size + offset
         host.row_slots[:n] = slots
         host.cu_seqlens_q[: n + 1] = self._arange[: n + 1]
         host.context_lens[:n] = contexts
@@ -301,7 +587,7 @@ class Scheduler:
                 host.input_ids[token:stop] = t.tokens[slot, start:end]
                 host.positions[token:stop] = where
                 host.carry_slots[token:stop] = -1
-                host.slot_mapping[:, token:stop] = t.block_tables[:, slot, where // size] * size + where % size
+                host.slot_mapping[:, token:stop] = tables[:, slot, where // size] * size + where % size
                 host.row_slots[row] = slot
                 host.cu_seqlens_q[row + 1] = stop
                 host.context_lens[row] = end
@@ -319,11 +605,7 @@ class Scheduler:
             slots = np.concatenate((slots, np.array(sampled, np.intp)))
         num_samples = int(slots.size)
 
-        num_updates = 0
-        for _, index, blocks in self._table_updates:
-            host.table_index[num_updates : num_updates + index.size] = index
-            host.table_value[num_updates : num_updates + index.size] = blocks
-            num_updates += index.size
+        num_updates, num_overflow, num_copies = self.block_tables.write_changes(host)
         for i, sequence in enumerate(admitted):
             host.param_slots[i] = sequence.slot
             if sequence.sampling_bits is not None:
@@ -341,6 +623,8 @@ class Scheduler:
                 num_param_updates=len(admitted),
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
+                num_overflow=num_overflow,
+                num_copies=num_copies,
             ),
             flags=int(np.bitwise_or.reduce(t.flags[slots])) if num_samples else 0,
             slots=slots,
@@ -348,11 +632,22 @@ class Scheduler:
             sequences=t.sequences[slots],
             admitted=admitted,
         )
+        self._settle(slots[:num_decodes], chunks)
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]
         for slot in ended.tolist():  # by length: known before the token is, so nothing is computed in vain
             self._release_slot(t.sequences[slot])
             self.num_in_flight += 1
         return plan
+
+    def _settle(self, slots: NDArray[np.intp], chunks: list[tuple[Sequence, int]]) -> None:
+        """Behind a step that has been written: publish the blocks that it completes, drop what no later one sees."""
+        t = self.tables
+        for sequence, _ in chunks:
+            self._publish_prompt(sequence)
+        if self.block_tables.windows:
+            if chunks:
+                slots = np.concatenate((slots, np.array([sequence.slot for sequence, _ in chunks], np.intp)))
+            self.block_tables.drop_unseen(slots, t.num_computed[slots])
 
     def _pad(self, host: HostBatch, tokens: int, rows: int, samples: int, updates: int, params: int) -> None:
         """Make what the bucket has beyond the step harmless: empty rows, the dummy slot, the dummy block."""
@@ -377,41 +672,49 @@ class Scheduler:
 
     def land(self, plan: StepPlan, tokens: NDArray[np.int32]) -> Landed:
         """Take in the sampled tokens ``[num_samples]`` of a step, one or more steps after it was planned."""
-        t, slots = self.tables, plan.slots
-        live = t.epoch[slots] == plan.epochs
+        t, slots, live_tokens = self.tables, plan.slots, tokens
         finished = _NO_FINISHES
         keep = None
-        if not live.all():
+        stale = (t.epoch.take(slots) != plan.epochs).nonzero()[0]
+        if stale.size:
             finished = []
-            keep = live.copy()
-            for row in np.flatnonzero(~live).tolist():
+            keep = np.ones(slots.size, np.bool_)
+            keep[stale] = False
+            slots, live_tokens = slots[keep], tokens[keep]
+            for row in stale.tolist():
                 sequence: Sequence = plan.sequences[row]
                 if sequence.epoch == plan.epochs[row]:  # out of its slot only because it ends by length
                     keep[row] = True
                     self._land_last(sequence, int(tokens[row]), finished)
-            rows = np.flatnonzero(live)
-            slots, live_tokens = slots[rows], tokens[rows]
-        else:
-            rows, live_tokens = None, tokens
-        columns = t.num_landed[slots]
+        columns = t.num_landed.take(slots)
         t.tokens[slots, columns] = live_tokens
         t.num_landed[slots] = columns + 1
-        stopped = (t.stop_ids[slots] == live_tokens[:, None]).any(axis=1)
-        more = t.has_more_stops[slots]
-        if more.any():
-            for i in np.flatnonzero(more).tolist():
-                stopped[i] = int(live_tokens[i]) in t.sequences[slots[i]].stop_token_ids
-        if stopped.any():
+        if self.prefix_cache is not None:
+            # The input of a row was the token before, so its blocks are computed up to there.
+            complete = slots[columns >= t.publish_at.take(slots)]
+            for sequence in t.sequences[complete]:
+                self._publish_block(sequence)
+        for i in self._stopped(slots, live_tokens):
             if finished is _NO_FINISHES:
                 finished = []
-            for i in np.flatnonzero(stopped).tolist():
-                sequence = plan.sequences[i if rows is None else rows[i]]
-                self._release_slot(sequence)
-                self._finish(sequence, "stop", int(live_tokens[i]), finished)
+            sequence = t.sequences[slots[i]]
+            self._release_slot(sequence)
+            self._finish(sequence, "stop", int(live_tokens[i]), finished)
         if keep is None:
             return Landed(plan.sequences, tokens, finished, 0, None)
         kept = np.flatnonzero(keep)
         return Landed(plan.sequences[kept], tokens[kept], finished, keep.size - kept.size, kept)
+
+    def _stopped(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> list[int]:
+        """Which of the rows have a token that stops their sequence."""
+        t = self.tables
+        stopped = t.has_more_stops.take(slots)
+        for i in stopped.nonzero()[0].tolist():  # too many to compare with each
+            stopped[i] = int(tokens[i]) in t.sequences[slots[i]].stop_token_ids
+        for column in t.stop_ids[: t.num_stop_columns]:
+            stopped |= column.take(slots) == tokens
+        rows: list[int] = stopped.nonzero()[0].tolist()
+        return rows
 
     def _land_last(self, sequence: Sequence, token: int, finished: list[Finish]) -> None:
         sequence.num_landed += 1
@@ -425,38 +728,15 @@ class Scheduler:
         self._finish(sequence, reason, token, finished)
 
     def _finish(self, sequence: Sequence, reason: str, token: int, finished: list[Finish]) -> None:
-        sequence.status, sequence.epoch = Status.FINISHED, 0
+        sequence.status, sequence.epoch, sequence.node = Status.FINISHED, 0, None
         finished.append(Finish(sequence, reason, token if reason == "stop" else None))
 
     # ---- invariants
 
     def check(self) -> None:
-        """Assert that blocks and slots add up. For tests: walks everything."""
-        t, blocks = self.tables, self.blocks
-        running = np.flatnonzero(t.epoch)
-        held = [t.block_tables[:, slot, : t.num_blocks[slot]].ravel() for slot in running]
-        every = np.concatenate([blocks.free_blocks(), *held])
-        assert np.array_equal(np.sort(every), np.arange(1, blocks.num_blocks)), "a block is lost, doubled or shared"
-        assert sorted([*self._free_slots, *running.tolist()]) == list(range(t.max_num_seqs)), "slots do not add up"
-        assert t.epoch[t.dummy_slot] == 0 and not t.decoding[t.dummy_slot], "the dummy slot runs"
-        assert len(set(t.epoch[running].tolist())) == len(running), "two slots share an epoch"
-        prefilling = []
-        for slot in running.tolist():
-            sequence: Sequence = t.sequences[slot]
-            assert sequence.slot == slot and sequence.epoch == t.epoch[slot] and sequence.status is Status.RUNNING
-            assert t.arrival[slot] == sequence.arrival
-            computed, total = int(t.num_computed[slot]), int(t.num_tokens[slot])
-            assert computed <= t.num_blocks[slot] * self.block_size, "a token was computed without a block"
-            assert t.num_landed[slot] <= total < t.max_len[slot] or not t.decoding[slot]
-            if t.decoding[slot]:
-                assert computed == total - 1, "a decoding sequence lags"
-            else:
-                assert computed < total, "a prefill has nothing left"
-                prefilling.append(sequence)
-        assert self._prefilling == sorted(prefilling, key=lambda s: s.arrival), "prefills out of order"
-        waiting = [s for s in self._waiting if s.status is Status.WAITING]
-        assert len(waiting) == self.num_waiting
-        assert all(s.slot == -1 and s.epoch == 0 for s in waiting)
-        arrivals = [s.arrival for s in waiting]
-        assert arrivals == sorted(arrivals), "the queue is out of order"
-        assert self.num_in_flight >= 0
+        """Assert that blocks, references, prefixes and slots add up. For tests: walks everything."""
+        invariants.check(self)
+
+
+def _rank(sequence: Sequence) -> int:
+    return sequence.rank

@@ -8,6 +8,10 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.scheduler.prefix_cache import Key, Node
+
+MAX_PRIORITY = 2**22 - 1  # and no less than its negative: priority and arrival together are one 64-bit rank
+
 
 class Status(Enum):
     WAITING = "waiting"  # in the queue; holds no slot and no block
@@ -20,7 +24,10 @@ class Sequence:
 
     ``payload`` is the caller's own object, handed back untouched with every landed token. ``max_len`` is the total
     length at which the sequence ends. ``sampling_bits`` (int32) goes to the device with the slot, and ``flags`` are
-    OR-ed over a step; the scheduler reads neither.
+    OR-ed over a step; the scheduler reads neither. Of two sequences, the one with the smaller ``priority`` goes first
+    where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``.
+
+    ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
 
     ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
     counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every
@@ -29,13 +36,19 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "cache_salt",
         "epoch",
         "flags",
         "max_len",
+        "node",
+        "num_cached_tokens",
         "num_landed",
         "num_preemptions",
         "num_prompt_tokens",
         "payload",
+        "pending",
+        "priority",
+        "rank",
         "sampling_bits",
         "slot",
         "status",
@@ -51,6 +64,8 @@ class Sequence:
         stop_token_ids: Iterable[int] = (),
         sampling_bits: NDArray[np.int32] | None = None,
         flags: int = 0,
+        priority: int = 0,
+        cache_salt: bytes = b"",
         payload: object = None,
     ) -> None:
         self.token_ids = prompt_token_ids  # while waiting: all that is known; while running the slot's row is newer
@@ -59,10 +74,17 @@ class Sequence:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.sampling_bits = sampling_bits
         self.flags = flags
+        self.priority = priority
+        self.cache_salt = cache_salt
         self.payload = payload
         self.status = Status.WAITING
         self.arrival = -1
+        self.rank = -1  # the smaller goes first; unique
         self.epoch = 0
         self.slot = -1
         self.num_landed = len(prompt_token_ids)
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        # Running: the prefix that ends with its last published block. Waiting: the longest one that it matched so far.
+        self.node: Node | None = None
+        self.pending: Key | None = None  # the block that others wait for it to compute

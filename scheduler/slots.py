@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+FREE = np.iinfo(np.int64).min  # rank of a free slot: before every other, so the largest rank is the last sequence's
+NEVER = np.iinfo(np.int32).max
 MAX_STOP_COLUMNS = 8  # compared with every token of every row; a request with more is looked up by itself
 
 
@@ -13,28 +15,40 @@ class SlotTables:
     ``tokens`` is as wide as the longest sequence; pages of it that nothing wrote cost no memory.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         rows = max_num_seqs + 1
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = -(-max_model_len // block_size)
         self.dummy_slot = max_num_seqs
         self.epoch = np.zeros(rows, np.int64)  # 0: the slot is free
-        self.arrival = np.full(rows, -1, np.int64)
+        self.rank = np.full(rows, FREE, np.int64)
         self.decoding = np.zeros(rows, np.bool_)  # all known tokens are computed; the next input is the last sample
         self.num_computed = np.zeros(rows, np.int32)  # tokens whose KV a launched step has written or will write
         self.num_tokens = np.zeros(rows, np.int32)  # known tokens and those in flight
         self.num_landed = np.zeros(rows, np.int32)  # tokens whose value the host knows
         self.max_len = np.zeros(rows, np.int32)
-        self.num_blocks = np.zeros(rows, np.int32)  # blocks held in each group
+        self.publish_at = np.full(rows, NEVER, np.int32)  # landed tokens behind which one more block is complete
         self.flags = np.zeros(rows, np.uint8)
-        self.stop_ids = np.full((rows, MAX_STOP_COLUMNS), -1, np.int32)
+        self.stop_ids = np.full((MAX_STOP_COLUMNS, rows), -1, np.int32)
+        self.num_stop_columns = 0  # that a running sequence uses
+        self._num_stops = [0] * rows  # of these columns, by slot
+        self._num_slots_with = [rows] + [0] * MAX_STOP_COLUMNS  # by number of stop tokens
         self.has_more_stops = np.zeros(rows, np.bool_)  # too many for the columns: looked up one by one
         self.sequences = np.full(rows, None, np.object_)
-        self.tokens = np.empty((rows, max_model_len), np.int32)
-        self.block_tables = np.zeros((num_groups, rows, self.max_blocks_per_seq), np.int32)
+        self.tokens = np.empty((rows, self.max_blocks_per_seq * block_size), np.int32)
+        self.tokens_by_block = self.tokens.reshape(rows, self.max_blocks_per_seq, block_size)
 
     def set_stop_ids(self, slot: int, stop_token_ids: frozenset[int]) -> None:
-        self.stop_ids[slot] = -1
+        """The stop tokens of a slot; none when it is free again."""
         self.has_more_stops[slot] = len(stop_token_ids) > MAX_STOP_COLUMNS
-        if not self.has_more_stops[slot]:
-            self.stop_ids[slot, : len(stop_token_ids)] = list(stop_token_ids)
+        count = 0 if self.has_more_stops[slot] else len(stop_token_ids)
+        old, self._num_stops[slot] = self._num_stops[slot], count
+        if old or count:
+            self.stop_ids[:, slot] = -1
+            for column, token in enumerate(stop_token_ids if count else ()):
+                self.stop_ids[column, slot] = token
+            self._num_slots_with[old] -= 1
+            self._num_slots_with[count] += 1
+            self.num_stop_columns = max(self.num_stop_columns, count)
+            while self.num_stop_columns and not self._num_slots_with[self.num_stop_columns]:
+                self.num_stop_columns -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 _LENGTH_NAMES = (
@@ -15,6 +16,20 @@ _LENGTH_NAMES = (
     "model_max_length",
 )
 UNLIMITED = 1 << 20  # positions, where a config names no limit
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine wants to know of a model beside its shapes, as in ``Model``."""
+
+    name: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    generation_config: Any
+
+
+def model_facts(config: Any, generation_config: Any, name: str) -> ModelFacts:
+    return ModelFacts(name, max_positions(config), eos_token_ids(generation_config, config), generation_config)
 
 
 def text_config(config: Any) -> Any:

@@ -5,21 +5,24 @@ The facts are in ``decoder_config``, the weights come through ``decoder_weights`
 
 from __future__ import annotations
 
-import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.kernels.ops import make_ops
-from cbatch.models.base import Attend, Model, PagedAttend
+from cbatch.models.base import Attend, PagedAttend
+from cbatch.models.comparison import Rule, packed_logits
+from cbatch.models.config_facts import ModelFacts
 from cbatch.models.decoder_config import DecoderConfig, decoder_config
 from cbatch.models.decoder_weights import Layer, Linear, Norm, Weights, load_weights
-from cbatch.models.probe import LARGEST_PROBED_WINDOW, DenseAttend, Rule
-from cbatch.models.transformers_model import TransformersModel
+from cbatch.models.rope_table import rope_tables
+from cbatch.models.weight_sources import ModuleSource, WeightSource
+
+if TYPE_CHECKING:
+    from cbatch.models.transformers_model import TransformersModel
 
 
 class Decoder:
@@ -27,14 +30,13 @@ class Decoder:
 
     capturable = True
 
-    def __init__(self, config: DecoderConfig, weights: Weights, like: Model) -> None:
-        """``like`` is the same model as transformers runs it: its name, its limits and its stop tokens are taken."""
+    def __init__(self, config: DecoderConfig, weights: Weights, facts: ModelFacts) -> None:
         self.config, self.weights = config, weights
         self.kv_specs = config.kv_specs
         self.vocab_size = weights.head.weight.shape[0]
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
-        self.max_model_len, self.name = like.max_model_len, like.name
-        self.eos_token_ids, self.generation_config = like.eos_token_ids, like.generation_config
+        self.max_model_len, self.name = facts.max_model_len, facts.name
+        self.eos_token_ids, self.generation_config = facts.eos_token_ids, facts.generation_config
         self._ops = make_ops(self.device)
         # What normalises the sum behind each layer: the next one's first norm, and behind the last the final norm.
         self._norms_after = [layer.attn_norm for layer in weights.layers[1:]] + [weights.final_norm]
@@ -135,6 +137,13 @@ class Decoder:
         )
 
     @classmethod
+    def from_source(cls, config: DecoderConfig, hf_config: Any, source: WeightSource, facts: ModelFacts) -> Decoder:
+        """Make a decoder of weights in transformers' layout. Raises UnsupportedModelError, and nothing was taken then,
+        if they are not exactly those that the config stands for."""
+        tables = rope_tables(hf_config, config, facts.max_model_len, source.device)
+        return cls(config, load_weights(source, config, tables, make_ops(source.device).pack), facts)
+
+    @classmethod
     def from_transformers(cls, like: TransformersModel, *, take_weights: bool) -> Decoder:
         """Make a decoder of a model's weights, and compare the two over a few tokens.
 
@@ -145,6 +154,8 @@ class Decoder:
             DecoderMismatch: the logits differ by more than rounding; weights that were taken are gone.
             UnsupportedModelError: the model is not covered, for the reason given; nothing was taken.
         """
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
         module = like._module
         if type(module) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None):
             raise UnsupportedModelError(
@@ -157,7 +168,8 @@ class Decoder:
             raise UnsupportedModelError(f"{module.config.model_type}: layers attend otherwise than the decoder's would")
         with torch.autocast(like.device.type, enabled=False):
             expected = packed_logits(like)
-            decoder = cls(config, load_weights(module, config, like.max_model_len, take=take_weights), like)
+            facts = ModelFacts(like.name, like.max_model_len, like.eos_token_ids, like.generation_config)
+            decoder = cls.from_source(config, module.config, ModuleSource(module, take=take_weights), facts)
             reason = Rule(like.dtype, experts=False).difference(packed_logits(decoder), expected)
         if reason:
             raise DecoderMismatch(
@@ -174,32 +186,3 @@ class Decoder:
 
 class DecoderMismatch(UnsupportedModelError):
     """The decoder was built, and its logits are not those of transformers."""
-
-
-def packed_logits(model: Model) -> list[Tensor]:
-    """The logits of each token of two sequences of different length, [num_tokens, vocab_size] each.
-
-    In two packed steps, without pages: the second has a decode and a chunk of a prompt, and samples out of order.
-    """
-    windows = [spec.window for spec in model.kv_specs if 0 < spec.window <= LARGEST_PROBED_WINDOW]
-    dice = random.Random(0)  # our own: the global state is the caller's
-    a, b = (
-        [dice.randrange(model.vocab_size) for _ in range(min(length, model.max_model_len))]
-        for length in (max([7, *(window + 5 for window in windows)]), 5)
-    )
-    dense = DenseAttend()
-
-    def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return dense(layer, q, k, v, mask=None, extras={}, **options)
-
-    def step(rows: list[tuple[str, int, list[int]]], samples: list[int]) -> Tensor:
-        dense.begin([(sequence, len(tokens)) for sequence, _, tokens in rows])
-        ids = [token for _, _, tokens in rows for token in tokens]
-        positions = [first + i for _, first, tokens in rows for i in range(len(tokens))]
-        inputs = [torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, samples)]
-        return model.forward(inputs[0], inputs[1], inputs[2], attend)
-
-    head_a, head_b = len(a) - 1, len(b) - 2
-    one = step([("A", 0, a[:-1]), ("B", 0, b[:-2])], [*range(head_a + head_b)])
-    two = step([("A", head_a, a[-1:]), ("B", head_b, b[-2:])], [2, 0, 1])
-    return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]

@@ -1,4 +1,5 @@
-"""What makes one family of decoders differ from another: about twenty facts, as data. Knows no weight.
+"""What makes one family of decoders differ from another: about thirty facts, as data. Knows names and shapes of
+weights, but no weight.
 
 A family is an entry of ``FAMILIES``; everything else is read from the config under the few names that transformers has
 for it. A config that says something we do not know is not covered, and its model runs through transformers.
@@ -7,11 +8,12 @@ for it. A config that says something we do not know is not covered, and its mode
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.scheduler.kv_spec import KVSpec
@@ -45,10 +47,22 @@ class DecoderConfig:
     """The facts. ``Decoder.forward`` is the page that they are facts of."""
 
     names: Names
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_positions: int  # rows of the learned ones, where there are any
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    tied: bool  # the embedding is the head
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    transposed: bool = False  # the layers' matrices are stored [in, out]
+    init_std: float = 0.02  # of random weights
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
@@ -60,6 +74,7 @@ class DecoderConfig:
     windows: tuple[int, ...]  # a layer's, in positions; 0: all
     ropes: tuple[str | None, ...]  # which of the model's rotary tables turns a layer; None: it is not turned
     rope_interleaved: bool = False  # neighbours turn together, instead of the halves of a head
+    rope_partial: bool = False  # plain frequencies heed partial_rotary_factor; scaled ones do in all families
 
     gated: bool = True
     act: str = "silu"
@@ -73,12 +88,59 @@ class DecoderConfig:
     def kv_specs(self) -> tuple[KVSpec, ...]:
         return tuple(KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What transformers calls the weights, and their shapes there: no more and no fewer, in the order of use."""
+        names, hidden = self.names, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {f"{names.body}.{names.embed}.weight": (self.vocab_size, hidden)}
+        if names.positions:
+            shapes[f"{names.body}.{names.positions}.weight"] = (self.num_positions, hidden)
+        for layer in range(self.num_layers):
+            at = f"{names.body}.{names.layers}.{layer}"
+            shapes |= {f"{at}.{name}": shape for name, shape in self._layer_shapes()}
+        shapes |= dict(self._norm_shapes(f"{names.body}.{names.final_norm}"))
+        shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        names, hidden = self.names, self.hidden_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+        up = (2 if self.gated else 1) * self.intermediate_size // len(names.up)
+        for norm in (names.attn_norm, names.attn_post_norm, names.mlp_norm, names.mlp_post_norm):
+            if norm:
+                yield from self._norm_shapes(norm)
+        if self.qk_norm != "none":
+            for name, width in zip(names.qk_norm, (q, kv), strict=True):
+                yield f"{name}.weight", (self.head_dim if self.qk_norm == "head" else width,)
+        for name, width in zip(names.qkv, parts, strict=True):
+            yield from self._matrix_shapes(name, width, hidden, self.qkv_bias)
+        yield from self._matrix_shapes(names.o, hidden, q, self.o_bias)
+        for name in names.up:
+            yield from self._matrix_shapes(name, up, hidden, self.mlp_bias)
+        yield from self._matrix_shapes(names.down, hidden, self.intermediate_size, self.mlp_bias)
+
+    def _norm_shapes(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (self.hidden_size,)
+        if self.norm_bias:
+            yield f"{name}.bias", (self.hidden_size,)
+
+    def _matrix_shapes(
+        self, name: str, num_outputs: int, num_inputs: int, bias: bool
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (num_inputs, num_outputs) if self.transposed else (num_outputs, num_inputs)
+        if bias:
+            yield f"{name}.bias", (num_outputs,)
+
 
 _POST: dict[str, Any] = {"attn_norm": None, "attn_post_norm": "post_attention_layernorm", "mlp_norm": None}
 _SANDWICH: dict[str, Any] = {"attn_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 _AFTER_MLP: dict[str, Any] = {"mlp_post_norm": "post_feedforward_layernorm"}
 _PLAIN_MLP: dict[str, Any] = {"up": ("mlp.c_fc",), "down": "mlp.c_proj"}
 _FUSED_MLP: dict[str, Any] = {"up": ("mlp.gate_up_proj",)}
+
+# Where a family has biases: yes, no, or as the option of that name says.
+_BIASES: dict[str, bool | str] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_ALL_OR_NONE: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias"}
 
 _GPT2: dict[str, Any] = {
     "names": Names(
@@ -94,13 +156,17 @@ _GPT2: dict[str, Any] = {
         **_PLAIN_MLP,
     ),
     "norm": "layer",
+    "norm_bias": True,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
     "gated": False,
     "ropes": "nowhere",
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {"names": Names(up=("mlp.up_proj",)), "gated": False},
-    "ernie4_5": {"rope_interleaved": True},
+    "ernie4_5": {**_ALL_OR_NONE, "rope_interleaved": True},
     "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where the window slides"},
     "gemma": {"norm_offset": 1.0, "embed_scale": "root of the hidden size"},
     "gemma2": {
@@ -114,28 +180,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "embed_scale": "root of the hidden size",
     },
-    "glm": {"names": Names(**_FUSED_MLP), "rope_interleaved": True},
+    "glm": {"names": Names(**_FUSED_MLP), "rope_interleaved": True, "rope_partial": True, "o_bias": False},
     "glm4": {
         "names": Names(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm", **_FUSED_MLP),
         "rope_interleaved": True,
+        "rope_partial": True,
+        "o_bias": False,
     },
-    "gpt2": _GPT2,
+    "gpt2": {**_GPT2, "transposed": True},
     "gpt_bigcode": _GPT2,
     "granite": {},
-    "helium": {"rope_interleaved": True},
+    "helium": {"rope_interleaved": True, "o_bias": False},
     "llama": {},
     "ministral": {},
     "mistral": {},
-    "nemotron": {"names": Names(up=("mlp.up_proj",)), "norm": "layer", "norm_offset": 1.0, "gated": False},
+    "nemotron": {
+        "names": Names(up=("mlp.up_proj",)),
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_offset": 1.0,
+        "rope_partial": True,
+        "gated": False,
+    },
     "olmo2": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "row"},
     "olmo3": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "row"},
-    "phi3": {"names": Names(qkv=("self_attn.qkv_proj",), **_FUSED_MLP)},
-    "qwen2": {},
+    "phi3": {"names": Names(qkv=("self_attn.qkv_proj",), **_FUSED_MLP), "rope_partial": True},
+    "qwen2": {"qkv_bias": True, "o_bias": False},
     "qwen3": {"qk_norm": "head"},
-    "seed_oss": {},
+    "seed_oss": {"o_bias": "attention_out_bias"},
     "smollm3": {},
-    "stablelm": {"norm": "layer"},
-    "starcoder2": {"names": Names(**_PLAIN_MLP), "norm": "layer", "gated": False},
+    "stablelm": {"norm": "layer", "norm_bias": True, "qkv_bias": "use_qkv_bias", "o_bias": False, "rope_partial": True},
+    "starcoder2": {"names": Names(**_PLAIN_MLP), "norm": "layer", "norm_bias": True, **_ALL_OR_NONE, "gated": False},
     "vaultgemma": {
         "names": Names(mlp_norm="pre_feedforward_layernorm"),
         "norm_offset": 1.0,
@@ -154,7 +229,7 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 
-# What a config may say: the names read below, what shows in the weights or in the rotary module, and what changes no
+# What a config may say: the names read below, what shows in the rotary tables or in layer_types, and what changes no
 # logit. Anything else has to be what its class has by default.
 _READ = {
     *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "n_head", "n_layer"),
@@ -163,15 +238,15 @@ _READ = {
     *("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping"),
     *("layer_types", "sliding_window", "use_sliding_window", "rope_parameters", "no_rope_layers"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping"),
+    *("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "n_positions", "tie_word_embeddings"),
+    *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias", "initializer_range"),
 }
 _SHOWS_ELSEWHERE = {
-    *("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "n_positions", "tie_word_embeddings"),
-    *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"),
     *("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"),
     *("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"),
 }
 _CHANGES_NO_LOGIT = {
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp"),
     *("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "ignore_keys_at_rope_validation"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
@@ -188,7 +263,9 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     if kind not in FAMILIES:
         raise UnsupportedModelError(f"the decoder does not cover the family {kind!r}: it knows {', '.join(FAMILIES)}")
     said = _what_it_says(config)
-    facts = dict(FAMILIES[kind])
+    facts = {**_BIASES, **FAMILIES[kind]}
+    for name in _BIASES:
+        facts[name] = bool(said.get(option, False)) if isinstance(option := facts[name], str) else option
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
@@ -203,6 +280,12 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
         attn_scale = said["query_pre_attn_scalar"] ** -0.5
     return DecoderConfig(
         **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, said, windows, facts.get("ropes"))},
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=said.get("intermediate_size") or said.get("n_inner") or 4 * config.hidden_size,
+        num_positions=config.max_position_embeddings,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        init_std=said.get("initializer_range") or 0.02,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=said.get("num_key_value_heads") or num_heads,

@@ -1,23 +1,20 @@
-"""The decoder's weights, taken from a module of transformers: what belongs together in one matrix, layer by layer.
+"""The decoder's weights: what belongs together in one matrix, layer by layer, out of any ``WeightSource``.
 
 Knows names and shapes; knows nothing of a forward.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.models.decoder_config import DecoderConfig
-
-_TABLE_CHUNK = 16384  # positions that the rotary module computes at once
+from cbatch.models.weight_sources import WeightSource
 
 
 @dataclass(frozen=True)
@@ -58,66 +55,110 @@ class Weights:
     rope_tables: dict[str, Tensor]  # [max_len, rotary_dim] float32: cosines, then sines
 
 
-def load_weights(module: nn.Module, config: DecoderConfig, max_model_len: int, *, take: bool) -> Weights:
-    """Copy the weights of ``module``, or take them: then it is left empty, layer by layer, and only what is fused is
-    ever there twice.
+@torch.no_grad()
+def load_weights(
+    source: WeightSource,
+    config: DecoderConfig,
+    rope_tables: Mapping[str, Tensor],
+    pack: Callable[[Tensor], Tensor] = lambda weight: weight,  # as ``Ops.pack``: how products read a matrix fastest
+) -> Weights:
+    """Read the weights, layer by layer. Beside them, no more than one tensor of the source is ever in memory.
 
-    Raises UnsupportedModelError where the module does not have exactly the weights that the config stands for; nothing
-    has been taken then.
+    Raises UnsupportedModelError where the source does not have exactly the weights that the config stands for; nothing
+    has been taken from it then.
     """
-    names, source = config.names, _Source(module, take)
-    source.expect(config)
-    kinds = dict.fromkeys(kind for kind in config.ropes if kind is not None)
-    tables = {kind: _rope_table(module, config, kind, max_model_len) for kind in kinds}
-    body = names.body
-    tied = source.same(f"{body}.{names.embed}.weight", "lm_head.weight")
-    embed = source.tensor(f"{body}.{names.embed}.weight")
-    head = source.linear("lm_head")
-    if len(head.weight) > len(embed):  # padded: the tokens beyond could be sampled, but not fed
-        head = Linear(head.weight[: len(embed)], None if head.bias is None else head.bias[: len(embed)])
-    return Weights(
-        embed=embed,
-        positions=source.tensor(f"{body}.{names.positions}.weight") if names.positions else None,
-        layers=tuple(
-            _layer(source, f"{body}.{names.layers}.{layer}", config, tables) for layer in range(config.num_layers)
-        ),
-        final_norm=_norm(source, f"{body}.{names.final_norm}", config),
-        head=Linear(embed, head.bias) if tied else head,
-        rope_tables=tables,
-    )
+    _expect(source, config)
+    names = config.names
+    body, read = names.body, _Reader(source, config, pack)
+    embed = read.tensor(f"{body}.{names.embed}.weight")
+    positions = read.tensor(f"{body}.{names.positions}.weight") if names.positions else None
+    turned = max((table.shape[1] for table in rope_tables.values()), default=0)
+    layers = tuple(_layer(read, f"{body}.{names.layers}.{i}", config, turned) for i in range(config.num_layers))
+    final_norm = read.norm(f"{body}.{names.final_norm}")
+    # Of a padded head, the tokens beyond the embedding could be sampled, but not fed.
+    head = embed if source.tied else read.tensor("lm_head.weight")[: len(embed)]
+    return Weights(embed, positions, layers, final_norm, Linear(pack(head), None), dict(rope_tables))
 
 
-def _layer(source: _Source, at: str, config: DecoderConfig, tables: dict[str, Tensor]) -> Layer:
+def _expect(source: WeightSource, config: DecoderConfig) -> None:
+    there, wanted = dict(source.shapes), config.weight_shapes()
+    if source.tied:
+        wanted.pop("lm_head.weight")
+        there.pop("lm_head.weight", None)
+    if missing := sorted(wanted.keys() - there.keys()):
+        raise UnsupportedModelError(f"{source.name} misses {missing[0]}")
+    if more := sorted(there.keys() - wanted.keys()):
+        raise UnsupportedModelError(f"{source.name} has {more[0]}, which the decoder does not know")
+    if "lm_head.weight" in wanted and there["lm_head.weight"][0] > config.vocab_size:  # padded
+        wanted["lm_head.weight"] = there["lm_head.weight"][0], config.hidden_size
+    for name, shape in wanted.items():
+        if there[name] != shape:
+            raise UnsupportedModelError(
+                f"{source.name}: {name} is of shape {there[name]}, but the config tells of {shape}"
+            )
+
+
+def _layer(read: _Reader, at: str, config: DecoderConfig, rotary_dim: int) -> Layer:
     names = config.names
 
     def norm(name: str | None) -> Norm | None:
-        return _norm(source, f"{at}.{name}", config) if name else None
+        return read.norm(f"{at}.{name}") if name else None
 
-    qkv = source.linear(*(f"{at}.{name}" for name in names.qkv))
-    if config.rope_interleaved:
-        qkv = _halves_of_neighbours(qkv, config, rotary_dim=next(iter(tables.values())).shape[1])
+    attn_norm = norm(names.attn_norm)
+    turn = partial(_halves_of_neighbours, config=config, rotary_dim=rotary_dim) if config.rope_interleaved else None
+    qkv = read.linear(*(f"{at}.{name}" for name in names.qkv), then=turn)
     qk_norms = None
     if config.qk_norm != "none":
-        q_norm, k_norm = (_norm(source, f"{at}.{name}", config).weight for name in names.qk_norm)
+        q_norm, k_norm = (read.norm_weight(f"{at}.{name}") for name in names.qk_norm)
         qk_norms = q_norm, k_norm
     return Layer(
-        attn_norm=norm(names.attn_norm),
+        attn_norm=attn_norm,
         qkv=qkv,
         head_norms=torch.stack(qk_norms) if qk_norms and config.qk_norm == "head" else None,
         row_norms=qk_norms if config.qk_norm == "row" else None,
-        o=source.linear(f"{at}.{names.o}"),
+        o=read.linear(f"{at}.{names.o}"),
         attn_post_norm=norm(names.attn_post_norm),
         mlp_norm=norm(names.mlp_norm),
-        up=source.linear(*(f"{at}.{name}" for name in names.up)),
-        down=source.linear(f"{at}.{names.down}"),
+        up=read.linear(*(f"{at}.{name}" for name in names.up)),
+        down=read.linear(f"{at}.{names.down}"),
         mlp_post_norm=norm(names.mlp_post_norm),
     )
 
 
-def _norm(source: _Source, name: str, config: DecoderConfig) -> Norm:
-    part = source.linear(name)
-    bias = part.bias.float() if part.bias is not None else None
-    return Norm(part.weight.float() + config.norm_offset, bias)
+class _Reader:
+    """Puts together what the decoder holds as one."""
+
+    def __init__(self, source: WeightSource, config: DecoderConfig, pack: Callable[[Tensor], Tensor]) -> None:
+        self._source, self._config, self._pack = source, config, pack
+
+    def tensor(self, name: str) -> Tensor:
+        return self._source.take(name).contiguous()
+
+    def linear(self, *names: str, then: Callable[[Linear], Linear] | None = None) -> Linear:
+        """One matrix of the parts called names, with the biases that they have; packed, after ``then``."""
+        bias = self._join([f"{name}.bias" for name in names]) if f"{names[0]}.bias" in self._source.shapes else None
+        linear = Linear(self._join([f"{name}.weight" for name in names]), bias)
+        linear = then(linear) if then else linear
+        return Linear(self._pack(linear.weight), linear.bias)
+
+    def norm(self, name: str) -> Norm:
+        bias = self._source.take(f"{name}.bias").float() if self._config.norm_bias else None
+        return Norm(self.norm_weight(name), bias)
+
+    def norm_weight(self, name: str) -> Tensor:
+        return self._source.take(f"{name}.weight").float() + self._config.norm_offset
+
+    def _join(self, names: list[str]) -> Tensor:
+        """Tensors side by side along the outputs: written where they belong, so that none is ever there twice."""
+        source, transposed = self._source, self._config.transposed
+        if len(names) == 1 and not transposed:
+            return self.tensor(names[0])
+        shapes = [source.shapes[name][::-1] if transposed else source.shapes[name] for name in names]
+        num_outputs = [shape[0] for shape in shapes]
+        out = torch.empty((sum(num_outputs), *shapes[0][1:]), dtype=source.dtype, device=source.device)
+        for name, part in zip(names, out.split(num_outputs), strict=True):
+            source.read(name, part.t() if transposed else part)
+        return out
 
 
 def _halves_of_neighbours(qkv: Linear, config: DecoderConfig, rotary_dim: int) -> Linear:
@@ -132,92 +173,3 @@ def _halves_of_neighbours(qkv: Linear, config: DecoderConfig, rotary_dim: int) -
     rows[: num_turned * config.head_dim] = (torch.arange(num_turned)[:, None] * config.head_dim + order).flatten()
     rows = rows.to(qkv.weight.device)
     return Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
-
-
-@torch.no_grad()
-def _rope_table(module: nn.Module, config: DecoderConfig, kind: str, max_model_len: int) -> Tensor:
-    """What transformers' own rotary module says of every position, [max_model_len, rotary_dim] float32."""
-    rotary: Any = copy.deepcopy(module.get_submodule(f"{config.names.body}.rotary_emb"))  # some rewrite their buffers
-    device = next(module.parameters()).device
-    like = torch.empty(0, dtype=torch.float32, device=device)
-    pieces = []
-    for start in range(0, max_model_len, _TABLE_CHUNK):
-        positions = torch.arange(start, min(start + _TABLE_CHUNK, max_model_len), device=device)[None]
-        cos, sin = rotary(like, positions, kind) if kind else rotary(like, positions)
-        half = cos.shape[-1] // 2  # both come twice, once for each half of a head
-        pieces.append(torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).float())
-    return torch.cat(pieces)
-
-
-class _Source:
-    """The tensors of a module by name; each is handed out once, copied or taken away."""
-
-    def __init__(self, module: nn.Module, take: bool) -> None:
-        self._module, self._take = module, take
-        self._tensors: dict[str, Tensor] = module.state_dict()
-
-    def expect(self, config: DecoderConfig) -> None:
-        """Raise UnsupportedModelError unless the names are exactly those of the config, and the shapes fit."""
-        wanted = set(_weight_names(config))
-        missing = wanted - self._tensors.keys()
-        more = self._tensors.keys() - wanted - {name.removesuffix("weight") + "bias" for name in wanted}
-        if missing or more:
-            what = (
-                f"misses {sorted(missing)[0]}" if missing else f"has {sorted(more)[0]}, which the decoder does not know"
-            )
-            raise UnsupportedModelError(f"{type(self._module).__name__} {what}")
-        odd = {name for name, tensor in self._tensors.items() if tensor.dtype != self._module.dtype}
-        if odd:
-            raise UnsupportedModelError(f"weights of more than one dtype: {sorted(odd)[0]}")
-        at = f"{config.names.body}.{config.names.layers}.0"
-        num_outputs = sum(self._num_outputs(f"{at}.{name}") for name in config.names.qkv)
-        if num_outputs != (config.num_heads + 2 * config.num_kv_heads) * config.head_dim:
-            raise UnsupportedModelError(
-                f"{num_outputs} queries, keys and values are not those that the config tells of"
-            )
-
-    def _num_outputs(self, name: str) -> int:
-        return self._tensors[f"{name}.weight"].shape[1 if self._is_transposed(name) else 0]
-
-    def _is_transposed(self, name: str) -> bool:
-        return isinstance(self._module.get_submodule(name), Conv1D)
-
-    def same(self, one: str, other: str) -> bool:
-        return self._tensors[one].data_ptr() == self._tensors[other].data_ptr()
-
-    def linear(self, *names: str) -> Linear:
-        """One matrix of the parts called names, with the biases that they have."""
-        weights = [self._pop(f"{name}.weight") for name in names]
-        if self._is_transposed(names[0]):
-            weights = [weight.t() for weight in weights]
-        biases = [self._pop(f"{name}.bias") for name in names if f"{name}.bias" in self._tensors]
-        return Linear(self._own(weights), self._own(biases) if biases else None)
-
-    def tensor(self, name: str) -> Tensor:
-        return self._own([self._pop(name)])
-
-    def _own(self, parts: list[Tensor]) -> Tensor:
-        if len(parts) > 1:
-            return torch.cat(parts)
-        return parts[0].contiguous() if self._take else parts[0].clone(memory_format=torch.contiguous_format)
-
-    def _pop(self, name: str) -> Tensor:
-        tensor = self._tensors.pop(name)
-        if self._take:
-            part, _, attribute = name.rpartition(".")
-            getattr(self._module.get_submodule(part), attribute).data = tensor.new_empty(0)
-        return tensor
-
-
-def _weight_names(config: DecoderConfig) -> Iterator[str]:
-    names = config.names
-    yield f"{names.body}.{names.embed}.weight"
-    if names.positions:
-        yield f"{names.body}.{names.positions}.weight"
-    yield f"{names.body}.{names.final_norm}.weight"
-    yield "lm_head.weight"
-    norms = [names.attn_norm, names.attn_post_norm, names.mlp_norm, names.mlp_post_norm]
-    parts = [*names.qkv, names.o, *names.up, names.down, *(name for name in norms if name)]
-    parts += names.qk_norm if config.qk_norm != "none" else ()
-    for layer in range(config.num_layers):
-        yield from (f"{names.body}.{names.layers}.{layer}.{part}.weight" for part in parts)

@@ -1,30 +1,39 @@
 """From a name to a model or a tokenizer. Knows aliases, folders and the hub; knows nothing of steps or requests.
 
-Weights come from safetensors alone, never from pickles, and code from a hub repository runs only when asked for.
+Weights come from safetensors alone, never from pickles, and code from a hub repository runs only when asked for. The
+modelling stack of transformers is imported only for a model that needs it: for one that the decoder covers, weights go
+from the files into the decoder.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import initialization as init
 
 from cbatch.config import find_device, parse_dtype
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
+from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files
+from cbatch.models.config_facts import model_facts
 from cbatch.models.decoder import Decoder, DecoderMismatch
+from cbatch.models.decoder_config import FAMILIES, decoder_config
 from cbatch.models.demo import ensure_demo_model
-from cbatch.models.transformers_model import TransformersModel
+from cbatch.models.light_imports import light_imports
+from cbatch.models.weight_sources import RandomSource
+
+if TYPE_CHECKING:
+    from cbatch.models.transformers_model import TransformersModel
 
 _log = logging.getLogger(__name__)
 DEMO = "smollm2-135m"
@@ -51,19 +60,28 @@ def load_model(
     ``dtype="auto"`` is the checkpoint's own, but float32 on the CPU, where 16-bit arithmetic is slow.
     ``load_format="dummy"`` reads only the config (of a folder, a file, a hub name or one of ``shape_names()``) and
     makes random weights of ``seed`` on the device; the caller's random state is left alone.
-    ``model_impl="decoder"`` is our own decoder, ``"auto"`` too where it covers the model.
+    ``model_impl="decoder"`` is our own decoder, ``"auto"`` too where it covers the model. Its weights come straight
+    from the files if those hold exactly what the config stands for; else from the model that transformers makes of
+    them, and then the two are compared.
     Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
     """
     device = find_device(device)
     name = str(name_or_path)
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format={load_format!r} is not one of 'auto', 'dummy'")
+    if model_impl != "transformers":
+        try:
+            return _straight(name, parse_dtype(dtype), device, load_format == "dummy", trust_remote_code, seed)
+        except UnsupportedModelError as error:
+            _log.info("%s is not loaded straight into the decoder: %s", name, error)
 
     def through_transformers() -> TransformersModel:
+        from cbatch.models.transformers_model import TransformersModel
+
         if load_format == "dummy":
             module = _random_module(_find_config(name), _resolve_dtype(dtype, device), device, trust_remote_code, seed)
-        elif load_format == "auto":
-            module = _pretrained_module(_find_weights(name), _resolve_dtype(dtype, device), device, trust_remote_code)
         else:
-            raise ConfigError(f"load_format={load_format!r} is not one of 'auto', 'dummy'")
+            module = _pretrained_module(_find_weights(name), _resolve_dtype(dtype, device), device, trust_remote_code)
         model = TransformersModel(module)
         model.name = name
         return model
@@ -90,10 +108,10 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     if name in shape_names():
         return None
     path = _find_weights(name)
+    local_only = _only_local(path)
     try:
-        return AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=_only_local(path)
-        )
+        tokenizers = _tokenizer_class(path, local_only)
+        return tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {error}") from error
 
@@ -149,28 +167,119 @@ def _only_local(path: str) -> bool:
     return False
 
 
-def _config(path: str, trust_remote_code: bool) -> Any:
+def _config(path: str, trust_remote_code: bool, local_only: bool) -> Any:
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=_only_local(path))
+        with light_imports():
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {error}") from error
 
 
+def _straight(
+    name: str, dtype: torch.dtype | None, device: torch.device, dummy: bool, trust_remote_code: bool, seed: int
+) -> Decoder:
+    """A decoder without a module of transformers beside it.
+
+    There is nothing to compare its logits with. What stands for that: every option of the config is known, and names,
+    shapes and types of the weights are exactly those that it stands for. Raises UnsupportedModelError otherwise.
+    """
+    path = _find_config(name) if dummy else _find_weights(name)
+    local_only = _only_local(path)
+    config = _config(path, trust_remote_code, local_only)
+    if trust_remote_code and getattr(config, "auto_map", None):
+        raise UnsupportedModelError("it brings code of its own")
+    if config.model_type not in FAMILIES:  # and may have no decoder at all
+        raise UnsupportedModelError(f"the decoder does not cover the family {config.model_type!r}")
+    dtype = dtype or (torch.float32 if device.type == "cpu" else config.dtype)
+    if dtype not in (None, *COMPUTED):
+        raise UnsupportedModelError(f"the decoder does not compute in {dtype}")
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if dummy:
+        facts = model_facts(config, _generation_config(None, config, local_only), name)
+        dtype = dtype or torch.bfloat16
+        decoder = decoder_config(config, dtype)
+        return Decoder.from_source(decoder, config, RandomSource(decoder, device, dtype, seed), facts)
+    try:
+        if find_files(path, ["adapter_config.json"], local_only):
+            raise UnsupportedModelError("it is an adapter, or has one")
+    except OSError as error:  # of the hub, which transformers tells better
+        raise UnsupportedModelError(str(error)) from error
+    with Checkpoint(path, local_only=local_only, device=device, dtype=dtype, tied=tied) as checkpoint:
+        facts = model_facts(config, _generation_config(path, config, local_only), name)
+        return Decoder.from_source(decoder_config(config, checkpoint.dtype), config, checkpoint, facts)
+
+
+def _generation_config(path: str | None, config: Any, local_only: bool) -> Any:
+    """As transformers has it: the file, or else what the config says."""
+    from transformers import GenerationConfig
+
+    if path is None:
+        return GenerationConfig.from_model_config(config)
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=local_only)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True, local_files_only=local_only
+        )
+
+
+# The class that AutoTokenizer takes for a family, where a repository names it too. Importing AutoTokenizer would import
+# the modelling stack.
+_TOKENIZERS = {
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "starcoder2": "GPT2Tokenizer",
+}
+_ANY_TOKENIZER = ("PreTrainedTokenizer", "TokenizersBackend")
+_OTHERS_RULES = {"mistral", "ministral", "qwen2"}  # not the plain class even if it is named: AutoTokenizer decides
+
+
+def _tokenizer_class(path: str, local_only: bool) -> Any:
+    import transformers
+
+    named = _named_tokenizer(path, local_only)
+    return getattr(transformers, named) if named else transformers.AutoTokenizer
+
+
+def _named_tokenizer(path: str, local_only: bool) -> str | None:
+    """The tokenizer's class, where no more than its name is needed to be sure of it."""
+    files = find_files(path, ["config.json", "tokenizer_config.json", "tokenizer.json"], local_only)
+    if len(files) < 3:
+        return None
+    says, config = (json.loads(files[name].read_bytes()) for name in ("tokenizer_config.json", "config.json"))
+    kind = config.get("model_type")
+    named = (says.get("tokenizer_class") or "").removesuffix("Fast")
+    if "auto_map" in says or kind not in FAMILIES:
+        return None
+    if named in _ANY_TOKENIZER and kind not in _OTHERS_RULES:
+        return "TokenizersBackend"
+    return named if named and named == _TOKENIZERS.get(kind) else None
+
+
 def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool) -> Any:
+    local_only = _only_local(path)
     options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     if straight:  # tensor by tensor; without accelerate the whole model passes through host memory first
         options["device_map"] = {"": device}
-    config = _config(path, trust_remote_code)
+    config = _config(path, trust_remote_code, local_only)
+    from transformers import AutoModelForCausalLM
+
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             trust_remote_code=trust_remote_code,
-            local_files_only=_only_local(path),
+            local_files_only=local_only,
             **options,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
     except ValueError as error:
         raise _not_causal(path, error) from error
@@ -185,7 +294,10 @@ def _random_module(
     Built on the device itself rather than on ``meta``, so that computed buffers (RoPE frequencies) are right. The
     first round of initialisation, torch's own, is skipped: the family's overwrites it.
     """
-    config = _config(path, trust_remote_code)
+    config = _config(path, trust_remote_code, _only_local(path))
+    from transformers import AutoModelForCausalLM
+    from transformers import initialization as init
+
     dtype = dtype or config.dtype or torch.bfloat16
     devices = [device] if device.type == "cuda" else []
     try:

@@ -49,10 +49,10 @@ class TransformersModel:
         if dtype is not None and dtype != module.dtype:
             raise ConfigError(f"dtype={dtype}, but the module is {module.dtype}: cast it yourself")
         config: Any = module.config
-        self.name: str = getattr(config, "name_or_path", "") or type(module).__name__
-        self.max_model_len = config_facts.max_positions(config)
-        self.generation_config: Any = getattr(module, "generation_config", None)
-        self.eos_token_ids = config_facts.eos_token_ids(self.generation_config, config)
+        name = getattr(config, "name_or_path", "") or type(module).__name__
+        facts = config_facts.model_facts(config, getattr(module, "generation_config", None), name)
+        self.name, self.max_model_len = facts.name, facts.max_model_len
+        self.generation_config, self.eos_token_ids = facts.generation_config, facts.eos_token_ids
 
         self._module = structural_copy(module)
         _ask_for_logits_alone(self._module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,12 @@ STEPS = {
     "nothing but padding": [(1, 0), (1, 0)],
     "padded rows without tokens": [(1, 20), (5, 21), (0, 0), (0, 0)],
 }
+
+
+@pytest.fixture(scope="module")
+def paged_step(paged_step):
+    """Steps over pages as TorchAttention wants them."""
+    return partial(paged_step, heads_first=TorchAttention.heads_first)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,6 +103,11 @@ def test_on_cuda_as_a_slow_oracle(paged_step, assert_near, backend, dtype, optio
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64, 100, 128])
 def test_block_sizes(paged_step, assert_near, block_size) -> None:
     step = paged_step([(1, 257), (1, 100), (1, 1), (9, 130)], block_size=block_size, window=110)
+    assert_near(step.run(TorchAttention()), step.expected())
+
+
+def test_pages_that_hold_token_behind_token_go_the_general_way(paged_step, assert_near) -> None:
+    step = paged_step([(1, 70), (1, 5), (6, 20)], heads_first=False)
     assert_near(step.run(TorchAttention()), step.expected())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.scheduler.kv_spec import KVSpec, group_layers
 from cbatch.scheduler.scheduler import Scheduler
-from cbatch.scheduler.sequence import Sequence
+from cbatch.scheduler.sequence import Sequence, Status
 from tests.scheduler.driver import Driver, make, solo
 
 
@@ -17,7 +17,7 @@ def run_all(driver: Driver, requests: list[tuple[list[int], int, tuple[int, ...]
     sequences = [driver.add(*request) for request in requests]
     driver.run()
     for sequence, (prompt, max_len, stop) in zip(sequences, requests, strict=True):
-        expected = solo(prompt, max_len, stop)
+        expected = solo(prompt, max_len, stop, driver.scheduler.windows)
         assert sequence.payload.tokens == expected
         assert sequence.payload.finish == ("stop" if expected[-1] in stop else "length")
     assert driver.scheduler.blocks.num_free == driver.scheduler.blocks.num_usable
@@ -34,23 +34,53 @@ def random_requests(rng: random.Random, count: int, max_len: int) -> list[tuple[
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_every_sequence_equals_its_solo_run(depth: int, num_groups: int) -> None:
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_every_sequence_equals_its_solo_run(depth: int, num_groups: int, prefix_caching: bool) -> None:
     """Chunked prefill, preemption and late landing change when a token is computed, never which."""
-    scheduler = make(num_blocks=20 * num_groups, num_groups=num_groups)
+    scheduler = make(num_blocks=20 * num_groups, num_groups=num_groups, prefix_caching=prefix_caching)
     driver = Driver(scheduler, depth)
     run_all(driver, random_requests(random.Random(depth), 60, 64))
     assert scheduler.num_preemptions > 0
 
 
-def test_demand_of_five_times_the_pool_finishes() -> None:
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_demand_of_five_times_the_pool_finishes(prefix_caching: bool) -> None:
     """Many long prompts are admitted by chunks into a pool that holds one of them.
 
     If each kept its blocks and waited for the others, nothing would move; if each threw the others out, nothing would
     end. The oldest always advances, and a sequence starts only when its whole prompt has room.
     """
-    scheduler = make(num_blocks=17, max_num_seqs=8, max_num_batched_tokens=8)
+    scheduler = make(num_blocks=17, max_num_seqs=8, max_num_batched_tokens=8, prefix_caching=prefix_caching)
     run_all(Driver(scheduler), [([i] * 50, 60 + i % 4, ()) for i in range(10)])
     assert scheduler.num_preemptions <= 10
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preempted_sequences_wait_until_the_others_can_grow(prefix_caching: bool) -> None:
+    """Outputs of 60 tokens in a pool of 30 blocks, in which two have room when they are long.
+
+    One that comes back as soon as its tokens fit is the first to go when the others grow by a block. If it waits until
+    each of them can, there are 41 preemptions; 58 if it does not.
+    """
+    scheduler = make(num_blocks=31, max_num_seqs=8, prefix_caching=prefix_caching)
+    run_all(Driver(scheduler), [([i, i], 62, ()) for i in range(16)])
+    assert scheduler.num_preemptions <= 45
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_preempted_sequence_is_overtaken_by_nobody_behind_it(policy: str) -> None:
+    """What it gave back is more than the others needed to grow. A small one behind it must not start in its place."""
+    for size in range(1, 12):
+        driver = Driver(make(num_blocks=15, max_num_seqs=3, policy=policy))
+        sequences = [driver.add([i] * 5, 40) for i in range(3)]
+        sequences.append(driver.add([9] * size, size + 2))
+        while not (preempted := [sequence for sequence in sequences if sequence.num_preemptions]):
+            driver.step()
+        assert sequences[3].status is Status.WAITING
+        while preempted[0].status is Status.WAITING:
+            driver.step()
+            assert preempted[0].status is not Status.WAITING or sequences[3].status is Status.WAITING
+        driver.run()
 
 
 def test_length_finishes_waste_nothing() -> None:
@@ -97,10 +127,11 @@ def test_slot_and_blocks_pass_on_while_the_old_step_is_in_flight() -> None:
     run_all(driver, [([1, 2], 5, ()), ([7, 8, 9], 8, ()), ([5], 6, ())])
 
 
-def test_abort_everywhere_gives_everything_back_and_lets_no_token_through() -> None:
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_abort_everywhere_gives_everything_back_and_lets_no_token_through(prefix_caching: bool) -> None:
     """An abort may come before the first step, inside a prefill, with tokens in flight, or in the last step."""
     for offset in range(16):
-        driver = Driver(make(max_num_seqs=2))
+        driver = Driver(make(max_num_seqs=2, prefix_caching=prefix_caching))
         victim = driver.add([1] * 20, 28)
         others = [driver.add([i, 2], 12) for i in range(3)]
         for _ in range(offset):
@@ -116,27 +147,68 @@ def test_abort_everywhere_gives_everything_back_and_lets_no_token_through() -> N
         assert driver.scheduler.blocks.num_free == driver.scheduler.blocks.num_usable
 
 
-def test_preempted_in_the_middle_of_a_prefill_and_with_a_token_in_flight() -> None:
-    """What was in flight when a sequence lost its slot is void, and is sampled again: nothing lost, nothing doubled."""
+def test_late_token_of_an_aborted_request_never_reaches_the_one_that_takes_its_place() -> None:
+    """X is aborted with a step in flight, and X is submitted again: it gets the same slot before that step lands."""
+    for offset in range(1, 12):
+        driver = Driver(make(max_num_seqs=1, prefix_caching=offset % 2 == 0), depth=3)
+        old = driver.add([1] * 20, 40)
+        for _ in range(offset):
+            driver.step()
+        slot, before = old.slot, list(old.payload.tokens)
+        driver.scheduler.abort(old)
+        new = driver.add([1] * 20, 30)
+        driver.step()
+        assert new.slot == slot and len(driver.in_flight) > 1
+        driver.run()
+        assert old.payload.tokens == before and old.payload.finish is None
+        assert new.payload.tokens == solo([1] * 20, 30)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preempted_in_the_middle_of_a_prefill_and_with_a_token_in_flight(depth: int, prefix_caching: bool) -> None:
+    """What was in flight when a sequence lost its slot is void, and is sampled again: nothing lost, nothing doubled.
+
+    Of a prefill, the whole blocks stay in the cache, and no partial one.
+    """
     rng = random.Random(5)
     seen = set()
-    for depth in (2, 3):
-        scheduler = make(num_blocks=12, max_num_batched_tokens=9)
-        driver = Driver(scheduler, depth)
-        sequences = [driver.add([rng.randrange(97) for _ in range(rng.randint(5, 20))], 40) for _ in range(12)]
-        preempt = scheduler._preempt
+    scheduler = make(num_blocks=12, max_num_batched_tokens=9, prefix_caching=prefix_caching)
+    driver = Driver(scheduler, depth)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(5, 20))] for _ in range(12)]
+    sequences = [driver.add(prompt, 40) for prompt in prompts]
+    preempt = scheduler._preempt
 
-        def spy(sequence: Sequence, scheduler: Scheduler = scheduler, preempt=preempt) -> None:  # type: ignore[no-untyped-def]
-            slot = sequence.slot
-            lag = int(scheduler.tables.num_tokens[slot] - scheduler.tables.num_landed[slot])
-            seen.add("in flight" if lag else "landed")
-            preempt(sequence)
+    def spy(sequence: Sequence) -> None:
+        slot, t = sequence.slot, scheduler.tables
+        computed, lag = int(t.num_computed[slot]), int(t.num_tokens[slot] - t.num_landed[slot])
+        is_prefill = not t.decoding[slot]
+        seen.add("prefill" if is_prefill else "in flight" if lag else "landed")
+        preempt(sequence)
+        if prefix_caching and is_prefill:
+            assert sequence.node is not None and sequence.node.depth == computed // 4
 
-        scheduler._preempt = spy  # type: ignore[method-assign]
-        driver.run()
-        for s in sequences:
-            assert s.payload.tokens == solo(s.token_ids[: s.num_prompt_tokens].tolist(), 40)
-    assert "in flight" in seen
+    scheduler._preempt = spy  # type: ignore[method-assign]
+    driver.run()
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.payload.tokens == solo(prompt, 40)
+    assert seen >= {"in flight", "prefill"}
+
+
+def test_step_that_lost_grown_sequences_fits_its_bucket() -> None:
+    """Sequences grow by a block, and are preempted in the same step for a prefill that ranks before them.
+
+    Their entries in the block tables were changed for nothing: with them, the step's bucket would have no room.
+    """
+    driver = Driver(make(num_blocks=14, max_num_seqs=4, policy="priority", max_num_batched_tokens=16), depth=1)
+    lows = [driver.add([i] * 4, 12, priority=1) for i in range(2)]
+    driver.step()  # each computes a whole block, and needs another one in the next step
+    high = driver.add([9] * 47, 50)
+    while driver.step():
+        pass
+    assert all(low.num_preemptions for low in lows)
+    assert high.payload.tokens == solo([9] * 47, 50)
+    assert [low.payload.tokens for low in lows] == [solo([i] * 4, 12) for i in range(2)]
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])

@@ -1,89 +1,85 @@
-"""Random submissions, steps, aborts and tiny pools: blocks and slots add up, everything ends, nothing starves."""
+"""Random traffic on schedulers of random shape: everything adds up after every step, ends, and is exact."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cbatch.scheduler.sequence import Sequence, Status
-from tests.scheduler.driver import Driver, make, solo
+from tests.scheduler.soak import soak
+from tests.scheduler.world import MAX_LEN, POLICIES, STREAMS, WINDOWS, World
 
-MAX_LEN = 24
+TOKENS = st.integers(0, 96)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.driver: Driver | None = None
-        self.requests: list[tuple[Sequence, list[int], int, tuple[int, ...]]] = []
-        self.aborted: set[int] = set()
+    world: World
 
     @initialize(
         depth=st.integers(1, 4),
         block_size=st.sampled_from([1, 3, 4]),
-        num_groups=st.integers(1, 2),
+        windows=st.sampled_from(WINDOWS),
         max_num_seqs=st.integers(1, 5),
-        extra_tokens=st.integers(0, 8),
-        spare_blocks=st.integers(0, 6),
+        extra_tokens=st.integers(0, 12),
+        spare_blocks=st.integers(0, 20),
+        policy=st.sampled_from(POLICIES),
+        prefix_caching=st.booleans(),
     )
-    def start(
-        self, depth: int, block_size: int, num_groups: int, max_num_seqs: int, extra_tokens: int, spare_blocks: int
-    ) -> None:
-        smallest = num_groups * -(-(MAX_LEN - 1) // block_size)  # one sequence of full length
-        scheduler = make(
-            num_blocks=1 + smallest + spare_blocks,
-            block_size=block_size,
-            num_groups=num_groups,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + extra_tokens,
-            max_model_len=MAX_LEN,
-        )
-        self.driver = Driver(scheduler, depth)
+    def start(self, **options: object) -> None:
+        self.world = World(**options)  # type: ignore[arg-type]
 
     @rule(
-        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=MAX_LEN - 1),
+        stream=st.sampled_from(STREAMS),
+        length=st.integers(0, MAX_LEN),
+        tail=st.lists(TOKENS, min_size=1, max_size=6),
         room=st.integers(1, MAX_LEN),
-        stop=st.lists(st.integers(0, 96), max_size=6, unique=True),
+        stop=st.lists(TOKENS, max_size=6, unique=True),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([b"", b"", b"a"]),
     )
-    def submit(self, prompt: list[int], room: int, stop: list[int]) -> None:
-        max_len = min(len(prompt) + room, MAX_LEN)
-        self.requests.append((self.driver.add(prompt, max_len, tuple(stop)), prompt, max_len, tuple(stop)))
+    def submit(
+        self, stream: list[int], length: int, tail: list[int], room: int, stop: list[int], priority: int, salt: bytes
+    ) -> None:
+        self.world.submit(stream[:length] + tail, room, tuple(stop), priority, salt)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), tail=st.lists(TOKENS, max_size=3), room=st.integers(1, MAX_LEN))
+    def follow_up(self, data: st.DataObject, tail: list[int], room: int) -> None:
+        self.world.follow_up(data.draw(st.integers(0, len(self.world.requests) - 1)), tail, room)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(
+        data=st.data(),
+        keep=st.integers(1, MAX_LEN),
+        tail=st.lists(TOKENS, min_size=1, max_size=3),
+        room=st.integers(1, MAX_LEN),
+    )
+    def fork(self, data: st.DataObject, keep: int, tail: list[int], room: int) -> None:
+        self.world.fork(data.draw(st.integers(0, len(self.world.requests) - 1)), keep, tail, room)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.world.abort(data.draw(st.integers(0, len(self.world.requests) - 1)))
 
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.driver.step()
+        self.world.steps(count)
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.requests) - 1))
-        sequence = self.requests[index][0]
-        if sequence.status is not Status.FINISHED:
-            self.aborted.add(index)
-        self.driver.scheduler.abort(sequence)
-
-    @invariant()
-    def adds_up(self) -> None:
-        if self.driver is not None:
-            self.driver.scheduler.check()
+    @rule(sure=st.integers(0, 9))
+    def reset(self, sure: int) -> None:
+        if not sure:
+            self.world.reset()
 
     def teardown(self) -> None:
-        if self.driver is None:
-            return
-        # Each step lands or computes at least one token of the oldest, whatever the pool.
-        self.driver.run(limit=200 + 3 * MAX_LEN * (len(self.requests) + 1) * 2)
-        for index, (sequence, prompt, max_len, stop) in enumerate(self.requests):
-            expected = solo(prompt, max_len, stop)
-            if index in self.aborted:
-                assert sequence.payload.tokens == expected[: len(sequence.payload.tokens)]
-                assert sequence.payload.finish is None
-            else:
-                assert sequence.payload.tokens == expected
-        blocks = self.driver.scheduler.blocks
-        assert blocks.num_free == blocks.num_usable
+        if hasattr(self, "world"):
+            self.world.finish()
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_soak() -> None:
+    """The same world without a search for small examples, which makes many more steps (tests/scheduler/soak.py)."""
+    soak(num_steps=20_000, seed=1)

@@ -1,0 +1,37 @@
+"""Rotary tables from a config: what transformers' rotary modules say of every position, without the modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cbatch.models.decoder_config import DecoderConfig
+
+
+@torch.no_grad()
+def rope_tables(hf_config: Any, config: DecoderConfig, max_len: int, device: torch.device) -> dict[str, Tensor]:
+    """One table for each that ``config.ropes`` names, [max_len, rotary_dim] float32: cosines, then sines.
+
+    ``max_len`` is at most ``config_facts.max_positions``, up to which the frequencies do not depend on the length.
+    """
+    kinds = dict.fromkeys(kind for kind in config.ropes if kind is not None)
+    tables = {}
+    for kind in kinds:
+        frequencies, scaling = _frequencies(hf_config, config, kind)
+        angles = torch.arange(max_len, device=device).float()[:, None] * frequencies.to(device)
+        tables[kind] = torch.cat([angles.cos() * scaling, angles.sin() * scaling], dim=1)
+    return tables
+
+
+def _frequencies(hf_config: Any, config: DecoderConfig, kind: str) -> tuple[Tensor, float]:
+    """Radians a position, [rotary_dim / 2] float32 on the CPU, and what cosines and sines are multiplied by."""
+    rope = hf_config.rope_parameters[kind] if kind else hf_config.rope_parameters
+    if rope["rope_type"] != "default":
+        layer_type = {"layer_type": kind} if kind else {}
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf_config, torch.device("cpu"), **layer_type)
+    part = rope.get("partial_rotary_factor", 1.0) if config.rope_partial else 1.0
+    dim = int(config.head_dim * part)
+    return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), 1.0
