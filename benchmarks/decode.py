@@ -18,6 +18,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,6 +32,25 @@ from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 
 ROOM = 2048  # tokens that a request may grow while others are still at their prompts, and in its window
+GREEDY = SamplingParams(temperature=0.0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
+SAMPLING = {
+    "greedy": GREEDY,
+    "everything": replace(
+        GREEDY,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias=dict.fromkeys(range(0, 30000, 100), -1.0),
+        min_tokens=ROOM,
+        stop_token_ids=[7, 8, 9],
+        logprobs=20,
+        seed=1,
+    ),
+}
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
@@ -101,14 +122,14 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
 
 
 def measure(
-    engine: Engine, context: int, batch: int, args: argparse.Namespace, bandwidth: float
+    engine: Engine, context: int, batch: int, sampling: str, args: argparse.Namespace, bandwidth: float
 ) -> dict[str, Any] | None:
     """One window of decode steps of ``batch`` requests that starts at about ``context`` tokens each.
 
     None if not all of them decoded all the time: there is no memory for them, or their tokens did not last.
     """
     model: Any = engine.model
-    params = SamplingParams(temperature=0.0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
+    params = SAMPLING[sampling]
     preemptions = engine.stats()["num_preemptions"]
     handles = [engine.submit(prompt, params) for prompt in random_prompts(batch, context - 32, model.vocab_size, 0)]
     decoding(engine, handles)
@@ -140,6 +161,7 @@ def measure(
         "depth": engine.config.depth,
         "max_model_len": engine.config.max_model_len,
         "num_requests": batch,
+        "sampling": sampling,
         "context": context,
         "mean_context": round(mean_context),
         **{name: stats[name] for name in names},
@@ -159,29 +181,30 @@ def windows(model: Any, schedule: str, args: argparse.Namespace, bandwidth: floa
     start = time.perf_counter()
     with Engine.from_model(model, **options) as engine:
         ready_s = time.perf_counter() - start
-        for context in args.contexts:
-            for batch in args.batches:
-                run = measure(engine, context, batch, args, bandwidth)
-                if run is None:
-                    what = f"{model.name:14} context {context:5} batch {batch:3} {schedule:5}"
-                    print(f"{what} left out: not all decoded throughout", flush=True)
-                    continue
-                print(
-                    f"{model.name:14} context {run['mean_context']:5} batch {batch:3} {schedule:5} "
-                    f"{run['ms_per_step_p50']:7.3f} ms/step {run['output_tokens_per_s']:7.0f} tokens/s "
-                    f"activity {run['activity_pct']:6.2f}% cupti {run.get('activity_cupti_pct', 0):5.1f}% "
-                    f"kernels {run.get('kernels_per_step', 0):6.0f} host µs {run['host_us_per_step_p50']:6.0f} "
-                    f"{run['host_us_per_step_p99']:6.0f} {run['host_us_per_step_p999']:6.0f} "
-                    f"roofline {run['roofline_share_pct']:4.1f}%",
-                    flush=True,
-                )
-                yield {**run, "engine_ready_s": ready_s}
+        for context, batch, sampling in product(args.contexts, args.batches, args.sampling):
+            run = measure(engine, context, batch, sampling, args, bandwidth)
+            if run is None:
+                what = f"{model.name:14} context {context:5} batch {batch:3} {schedule:5} {sampling}"
+                print(f"{what} left out: not all decoded throughout", flush=True)
+                continue
+            print(
+                f"{model.name:14} context {run['mean_context']:5} batch {batch:3} {schedule:5} {sampling:6} "
+                f"{run['ms_per_step_p50']:7.3f} ms/step {run['output_tokens_per_s']:7.0f} tokens/s "
+                f"activity {run['activity_pct']:6.2f}% cupti {run.get('activity_cupti_pct', 0):5.1f}% "
+                f"kernels {run.get('kernels_per_step', 0):6.0f} host µs {run['host_us_per_step_p50']:6.0f} "
+                f"{run['host_us_per_step_p99']:6.0f} {run['host_us_per_step_p999']:6.0f} "
+                f"roofline {run['roofline_share_pct']:4.1f}%",
+                flush=True,
+            )
+            yield {**run, "engine_ready_s": ready_s}
 
 
 def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the 33rd request costs: the step at 33 over the step at 32, wherever both were measured."""
     step_ms = {
-        (run["model"], run["schedule"], run["context"], run["num_requests"]): run["ms_per_step_p50"] for run in runs
+        (run["model"], run["schedule"], run["context"], run["num_requests"]): run["ms_per_step_p50"]
+        for run in runs
+        if run.get("sampling", "greedy") == "greedy"
     }
     found = []
     for (model, schedule, context, batch), ms in step_ms.items():
@@ -198,6 +221,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[160])
     parser.add_argument("--batches", nargs="+", type=int, default=[32], help="numbers of requests that decode together")
+    parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="what requests ask for")
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--profiled-steps", type=int, default=20)

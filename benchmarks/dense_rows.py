@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,8 @@ from cbatch.kernels.norm import add_rms_norm
 from cbatch.kernels.paged_attention import write_kv
 from cbatch.kernels.rope import qk_norm_rope, rope_and_store
 from cbatch.kernels.sampling import draw, greedy
+from cbatch.sampler import encode
+from cbatch.sampling_params import SamplingParams
 
 NUM_ROWS = 32
 BLOCK_SIZE = 64
@@ -161,9 +164,9 @@ def sampling(num_columns: int, top_k: int | None) -> Row:
     logits = [3 * random(NUM_ROWS, num_columns) for _ in range(16)]
     slots = torch.randperm(NUM_ROWS, device="cuda").int()
     last_tokens, sampled = torch.zeros(2, NUM_ROWS + 1, dtype=torch.int32, device="cuda").unbind(0)
-    params = torch.randint(-(2**31), 2**31, (NUM_ROWS + 1, 5), dtype=torch.int32, device="cuda")
-    params[:, :2] = torch.tensor([0.8, 0.9 if top_k else 1.0]).view(torch.int32).to("cuda")
-    params[:, 2] = top_k or 0
+    wishes = SamplingParams(temperature=0.8, top_k=top_k or 0, top_p=0.9 if top_k else 1.0)
+    words = [encode(wishes, 77 * i, prompt_len=1, stop_ids=(), bad_word_ids=()).words for i in range(NUM_ROWS + 1)]
+    params = torch.from_numpy(np.stack(words)).to("cuda")
     positions = torch.randint(8192, (NUM_ROWS,), dtype=torch.int32, device="cuda")
     rows = torch.arange(NUM_ROWS, dtype=torch.int32, device="cuda")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from cbatch.llm import LLM
-    from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from cbatch.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from cbatch.request import RequestHandle
     from cbatch.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "InvalidRequestError",
+    "Logprob",
     "ModelNotFoundError",
     "PromptTooLongError",
     "RequestHandle",
@@ -70,7 +71,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "cbatch.llm": ("LLM",),
-    "cbatch.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "cbatch.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cbatch.request": ("RequestHandle",),
     "cbatch.sampling_params": ("RequestOutputKind", "SamplingParams"),
 }

@@ -33,10 +33,11 @@ class AsyncLLM:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams one answer.
+        """Streams one answer, or ``n``.
 
         Yields outputs as they come: each with everything so far, or with what is new, or only the last one, as
-        ``sampling_params.output_kind`` says. A slow consumer finds several tokens in one output and holds up nobody.
+        ``sampling_params.output_kind`` says. Of ``n`` answers, it has all, or those with something new. A slow
+        consumer finds several tokens in one output and holds up nobody.
         Leaving early (``break``, cancellation, ``aclose``) aborts the request.
 
         Args:
@@ -119,14 +120,10 @@ class AsyncLLM:
         text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
         handle = self.engine.submit(token_ids, params, request_id)
         try:
-            maker = OutputMaker(
-                handle.request_id, text, token_ids, handle.params, handle.metrics, self.engine.tokenizer
-            )
-            finished = False
-            while not finished:
-                chunk = await handle.anext_chunk()
-                finished = chunk.finish_reason is not None
-                output = maker.add(chunk.token_ids, chunk.finish_reason, chunk.stop_reason, chunk.text)
+            maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
+            output = None
+            while output is None or not output.finished:
+                output = maker.add(await handle.anext_chunks(), handle.metrics)
                 if output is not None:
                     yield output
         finally:

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.sampler import LOGPROB_WORDS, MAX_LOGPROBS
 from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
 
 
@@ -39,8 +41,25 @@ class DeviceBatch:
             setattr(self, name, slab[offset : offset + int(np.prod(dims))].view(dims))
 
 
+class Landing:
+    """What comes back of a step, int32: ``sampled [max_num_seqs]``, and behind it ``records``, of its logprobs.
+
+    ``records [max_num_seqs, LOGPROB_WORDS]`` are laid out as ``kernels.slot_layout`` says. Few steps have any, so
+    a copy takes ``head(rows)``: the tokens, and the records of so many rows.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device, *, pin_memory: bool = False) -> None:
+        size = max_num_seqs * (1 + LOGPROB_WORDS)
+        self._words = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
+        self.sampled = self._words[:max_num_seqs]
+        self.records = self._words[max_num_seqs:].view(max_num_seqs, LOGPROB_WORDS)
+
+    def head(self, num_records: int) -> Tensor:
+        return self._words[: self.sampled.numel() + num_records * LOGPROB_WORDS]
+
+
 class IOBuffer:
-    """One host slab with its device twin, and room for the tokens that come back (int32, ``max_num_seqs``)."""
+    """One host slab with its device twin, and room for what comes back, on both sides."""
 
     def __init__(
         self, shape: StepShape, limit: Bucket, choose: Callable[[int, int], Bucket], device: torch.device
@@ -53,12 +72,15 @@ class IOBuffer:
         pin = device.type == "cuda"
         self.host_slab = torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=pin)
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
-        self.device_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.host_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=pin)
+        self.device_landing = Landing(max_num_seqs, device)
+        self.host_landing = Landing(max_num_seqs, torch.device("cpu"), pin_memory=pin)
+        self.host_sampled = self.host_landing.sampled
         self._slab = self.host_slab.numpy()
         self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
+        self._records = self.host_landing.records.numpy()
         self._views: dict[Bucket, _Views] = {}
         self._step: _Views  # of the step that has the buffer now
+        self.lands_logprobs = False  # set by whoever computes the step
         self.lane_state: Any = None  # the lane's events for this buffer
 
     def host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
@@ -68,9 +90,26 @@ class IOBuffer:
             host = HostBatch(self._slab, self._shape, bucket)
             words = slice(0, host.num_words)
             device = DeviceBatch(self.device_slab, self._shape, bucket)
-            self._views[bucket] = _Views(host, device, self.host_slab[words], self.device_slab[words])
+            self._views[bucket] = _Views(
+                host,
+                device,
+                self.host_slab[words],
+                self.device_slab[words],
+                *((self.host_landing.head(rows), self.device_landing.head(rows)) for rows in (0, bucket.num_rows)),
+            )
         self._step = self._views[bucket]
         return self._step.host
+
+    def logprobs(self, num_samples: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+        """Of a landed step some row of which wanted them: token ids, log-probabilities, ranks; copies.
+
+        The first two are ``[num_samples, 1 + MAX_LOGPROBS]``: the sampled token, then the most likely ones in order,
+        the lower id first of equals; -1 and -inf where the vocabulary has no more. ``ranks [num_samples]`` are the
+        sampled tokens' places in that order, from 1.
+        """
+        records, columns = self._records[:num_samples], MAX_LOGPROBS + 1
+        values = records[:, columns + 1 : 2 * columns + 1].copy().view(np.float32)
+        return records[:, :columns].copy(), values, records[:, columns].copy()
 
     # What this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock, and beside
     # 64 threads that want it, getting it back is what a launch takes longest for.
@@ -87,6 +126,11 @@ class IOBuffer:
     def device_words(self) -> Tensor:
         return self._step.device_words
 
+    @property
+    def landing(self) -> tuple[Tensor, Tensor]:
+        """What the step copies back, on the host and on the device: its tokens, and logprobs if it lands some."""
+        return self._step.with_logprobs if self.lands_logprobs else self._step.tokens_only
+
 
 @dataclass(frozen=True, slots=True)
 class _Views:
@@ -94,6 +138,8 @@ class _Views:
     device: DeviceBatch
     host_words: Tensor
     device_words: Tensor
+    tokens_only: tuple[Tensor, Tensor]
+    with_logprobs: tuple[Tensor, Tensor]
 
 
 def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:

@@ -64,6 +64,10 @@ MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer.")
 Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that together have this share.")]
 TopK = Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")]
+MinP = Annotated[float | None, typer.Option(help="Sample from tokens with this share of the likeliest one's.")]
+Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1, nothing is said twice soon.")]
+Presence = Annotated[float | None, typer.Option("--presence-penalty", help="Above 0, what was said comes less often.")]
+Frequency = Annotated[float | None, typer.Option("--frequency-penalty", help="The same, for each time it was said.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be given several times.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 
@@ -117,6 +121,11 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")] = None,
     seed: Seed = None,
     stop: Stop = None,
     device: Device = None,
@@ -125,14 +134,26 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of text.")] = False,
 ) -> None:
     """Generate text for one prompt, shown as it comes, or for many at once."""
-    given = _given(max_tokens, temperature, top_p, top_k, seed, stop)
+    given = _given(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=stop or None,
+    )
     texts = list(prompts) if prompts else [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
         raise InvalidRequestError("no prompt: give one as an argument, or one a line on stdin")
     with _engine(model, device=device, dtype=dtype, max_model_len=max_model_len) as engine:
         params = _params(engine, given)
         encoded = _encode(engine, [_message(text) if chat else text for text in texts])
-        if len(encoded) == 1 and not as_json:
+        if len(encoded) == 1 and params.n == 1 and not as_json:
             if _print_stream(engine, encoded[0], params)[1]:
                 raise KeyboardInterrupt
             return
@@ -140,15 +161,15 @@ def generate(
 
         handles = [engine.submit(prompt, params) for prompt in encoded]
         if stderr_is_terminal():
-            watch(handles, after_s=1.0)
+            watch([child for handle in handles for child in handle.children], after_s=1.0)
         for number, (text, handle) in enumerate(zip(texts, handles, strict=True)):
-            answer = handle.result().outputs[0]
-            if as_json:
-                line = {"prompt": text, "text": answer.text, "token_ids": answer.token_ids}
-                typer.echo(json.dumps(line | {"finish_reason": answer.finish_reason}, ensure_ascii=False))
-            else:
-                out.print(Text.assemble("\n" if number else "", (text, "bold")), soft_wrap=True)
-                typer.echo(answer.text)
+            for answer in handle.result().outputs:
+                if as_json:
+                    line = {"prompt": text, "text": answer.text, "token_ids": answer.token_ids}
+                    typer.echo(json.dumps(line | {"finish_reason": answer.finish_reason}, ensure_ascii=False))
+                else:
+                    out.print(Text.assemble("\n" if number or answer.index else "", (text, "bold")), soft_wrap=True)
+                    typer.echo(answer.text)
 
 
 @app.command()
@@ -166,7 +187,7 @@ def chat(
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D leaves, an empty line is ignored."""
-    given = _given(max_tokens, temperature, top_p, top_k, seed)
+    given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     with _engine(model, device=device, dtype=dtype, max_model_len=max_model_len) as engine:
         params = _params(engine, given)
         opening = [{"role": "system", "content": system}] if system else []
@@ -373,19 +394,10 @@ def _engine(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Engin
         yield engine
 
 
-def _given(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    stop: list[str] | None = None,
-) -> dict[str, Any]:
+def _given(**fields: Any) -> dict[str, Any]:
     """The sampling parameters that the command line has, checked while no model has been loaded yet."""
     from cbatch.sampling_params import SamplingParams
 
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    fields |= {"seed": seed, "stop": stop or None}
     given = {name: value for name, value in fields.items() if value is not None}
     SamplingParams(**given)
     return given
@@ -423,10 +435,10 @@ def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
 
 def _print_stream(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[str, bool]:
     """Prints an answer as it comes; returns it, and whether Ctrl-C ended it."""
-    from cbatch.text import Detokenizer
+    from cbatch.text import make_detokenizer
 
     handle = engine.submit(prompt, params)
-    detokenizer = Detokenizer(engine.tokenizer, prompt, params.skip_special_tokens)
+    detokenizer = make_detokenizer(engine.tokenizer, prompt, params)
     answer, finish = "", None
     try:
         while finish is None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
 from cbatch.buffers import IOBuffer
@@ -45,19 +46,24 @@ from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
-from cbatch.request import RequestHandle, Wakers
-from cbatch.sampler import encode
+from cbatch.request import ParallelHandle, RequestHandle, Wakers
+from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.plan import Landed, StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
+from cbatch.slot_state import Admission
 from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
-from cbatch.text import TextUntilStop
+from cbatch.text import TextUntilStop, bad_word_ids
 from cbatch.timeline import StepTimes, Timeline
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+# Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
+# ranks [rows].
+Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +95,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self._generation_config = model.generation_config
         self._eos_token_ids = model.eos_token_ids
+        self._vocab_size = model.vocab_size
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
@@ -141,7 +148,7 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
 
         self._in_flight: deque[Step] = deque()
-        self._outbox: queue.SimpleQueue[tuple[Landed, float] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, float] | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
@@ -181,7 +188,7 @@ class Engine:
             if step := self.launch():  # batch N+1, before batch N has landed
                 self._in_flight.append(step)
             if self._in_flight and (len(self._in_flight) >= self.depth or not step):
-                self.deliver(self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
+                self.deliver(*self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
 
     def admit(self) -> bool:
         """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
@@ -214,30 +221,43 @@ class Engine:
             return None
         if self._checks is not None:
             self._checks.planned(io, plan)
-        if plan.admitted:
-            now = time.monotonic()
-            for sequence in plan.admitted:
-                metrics = _handle(sequence).metrics
-                metrics.first_scheduled_time = metrics.first_scheduled_time or now
-                metrics.num_preemptions = sequence.num_preemptions
+        admissions = self._note_admitted(plan) if plan.admitted else []
         self._num_launched += 1
         times = marks = None
         if self._timeline is not None:  # the step before its window waits for the device, to set the clocks
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, partial(self._executor.compute, io, plan), marks)
+        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions), marks)
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
-    def land(self, step: Step) -> Landed:
-        """Wait for a batch, and take its tokens in."""
+    def _note_admitted(self, plan: StepPlan) -> list[Admission]:
+        """What slots with a new owner need before the step, where more than the plan's words."""
+        now = time.monotonic()
+        admissions = []
+        # Not ``sequence.slot``: one that ends by length in this very step has given it back already.
+        for sequence, slot in zip(plan.admitted, plan.host.param_slots.tolist(), strict=False):
+            handle = _handle(sequence)
+            handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
+            handle.metrics.num_preemptions = sequence.num_preemptions
+            if sequence.flags & PROCESSED:
+                admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
+        return admissions
+
+    def land(self, step: Step) -> tuple[Landed, Logprobs | None]:
+        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row wants them."""
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        tokens = step.io.sampled[: step.plan.sizes.num_samples].copy()  # the buffer is the next step's
+        num_samples = step.plan.sizes.num_samples
+        tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
+        logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
+        if logprobs is not None and landed.rows is not None:  # of the rows that count
+            ids, values, ranks = logprobs
+            logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
         if self._checks is not None:
             self._checks.taken_in()
         self._num_wasted += landed.num_wasted
@@ -248,11 +268,11 @@ class Engine:
             step.times.note(step.host_us, called, start, end)
             if not self._timeline.add(step.times):
                 self._timeline = None
-        return landed
+        return landed, logprobs
 
-    def deliver(self, landed: Landed) -> None:
+    def deliver(self, landed: Landed, logprobs: Logprobs | None) -> None:
         """Hand a batch of results over to the delivery thread; nothing a consumer does is waited for."""
-        self._outbox.put((landed, time.monotonic()))
+        self._outbox.put((landed, logprobs, time.monotonic()))
 
     def _hand_out(self) -> None:
         wakers = Wakers()
@@ -267,7 +287,7 @@ class Engine:
         finally:
             wakers.flush()
 
-    def _next_batch(self, wakers: Wakers) -> tuple[Landed, float] | None:
+    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, float] | None:
         """Wait for the next results, and meanwhile wake who is still to be woken."""
         while True:
             try:
@@ -275,15 +295,21 @@ class Engine:
             except queue.Empty:
                 wakers.wake()
 
-    def _push(self, landed: Landed, now: float, wakers: Wakers) -> None:
+    def _push(self, landed: Landed, logprobs: Logprobs | None, now: float, wakers: Wakers) -> None:
         ends = {id(finish.sequence): finish for finish in landed.finished}
-        for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
+        for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle = _handle(sequence)
+            own = None
+            if logprobs is not None and (wanted := handle.params.logprobs) is not None:
+                ids, values, ranks = logprobs
+                count = min(1 + wanted, 1 + self._vocab_size)
+                own = ids[row, :count].tolist(), values[row, :count].tolist(), int(ranks[row])
             if finish := ends.get(id(sequence)):
-                own = finish.stop_token_id in handle.params.stop_token_ids  # else the model's end of sequence
-                handle.push(token, now, finish.reason, finish.stop_token_id if own else None, wakers)
+                # An entry of stop_token_ids; or else the model's end of sequence, which is no reason of its own.
+                reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
+                handle.push(token, now, finish.reason, reason, wakers, own)
             else:
-                handle.push(token, now, None, None, wakers)
+                handle.push(token, now, None, None, wakers, own)
         wakers.wake()
 
     def _main(self) -> None:
@@ -299,7 +325,8 @@ class Engine:
             if self._timeline is not None:
                 self._timeline.end()
         for handle in handles:
-            handle.fail(self._ending())
+            for child in handle.children:
+                child.fail(self._ending())
         try:
             self._lane.close()
         except RuntimeError as error:  # a device that failed says so here again
@@ -315,6 +342,8 @@ class Engine:
     ) -> RequestHandle:
         """Queue a request, from any thread. ``params`` None means the model's own ``generation_config``.
 
+        Where ``n`` is above 1, the handle's ``result`` has all answers, and each of its ``children`` streams one.
+
         Raises:
             InvalidRequestError: a prompt or parameter out of range; PromptTooLongError and DuplicateRequestError too.
             EngineClosedError, EngineDeadError: the engine runs no more.
@@ -324,9 +353,17 @@ class Engine:
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
+        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
+        stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
+        banned = self._limits.bans(params, bad_words, stop_ids, request_id)
+        with self._lock:
+            seed = int(self._seeds.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
+        encoded = [
+            encode(params, seed + i, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
+            for i in range(params.n)
+        ]
         prompt_ids: list[int] = prompt.tolist()
-        text = TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None
-        eos = () if params.ignore_eos else self._eos_token_ids
+        texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         with self._lock:
             if self._closing:
                 raise self._ending()
@@ -334,20 +371,25 @@ class Engine:
                 request_id = next(name for i in self._ids if (name := str(i)) not in self._live)
             elif request_id in self._live:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
-            seed = int(self._seeds.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
-            bits, flags = encode(params, seed)
-            handle = RequestHandle(request_id, prompt_ids, params, self.tokenizer, self._ended, text)
-            handle.sequence = Sequence(
-                prompt,
-                max_len,
-                stop_token_ids=(*eos, *params.stop_token_ids),
-                sampling_bits=bits,
-                flags=flags,
-                payload=handle,
-            )
-            handle.metrics.arrival_time = time.monotonic()
+            now = time.monotonic()
+            children = []
+            for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
+                name = request_id if params.n == 1 else f"{request_id}-{i}"
+                child = RequestHandle(name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i)
+                child.upload = state.upload
+                child.sequence = Sequence(
+                    prompt,
+                    max_len,
+                    stop_token_ids=stop_ids,
+                    sampling_bits=state.words,
+                    flags=state.flags,
+                    payload=child,
+                )
+                child.metrics.arrival_time = now
+                children.append(child)
+            handle = children[0] if params.n == 1 else ParallelHandle(request_id, tuple(children))
             self._live[request_id] = handle
-            self._inbox.append(("add", handle.sequence))
+            self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
 
@@ -359,7 +401,7 @@ class Engine:
         return SamplingParams.from_generation_config(self._generation_config)
 
     def abort(self, request_id: str) -> bool:
-        """End a request by its id; False if none of this id is running."""
+        """End a request by its id, with all its answers; False if none of this id is running."""
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
         with self._lock:
@@ -369,10 +411,12 @@ class Engine:
         return handle is not None
 
     def _ended(self, handle: RequestHandle, aborted: bool) -> None:
-        """Called once for each handle, before its consumer hears of the end: the id is free again."""
+        """Called once for each answer, before its consumer hears of the end: after the last, the id is free again."""
         with self._lock:
-            if self._live.get(handle.request_id) is handle:
-                del self._live[handle.request_id]
+            whole = self._live[handle.parent_id]
+            whole.num_unfinished -= 1
+            if not whole.num_unfinished:
+                del self._live[handle.parent_id]
             if aborted and not self._closing:
                 self._inbox.append(("abort", handle.sequence))
                 self._changed.notify()

@@ -6,7 +6,7 @@ Knows a model and a config; knows no request, and nothing of when a step is laun
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from cbatch.buffers import IOBuffer, eager_bucket
@@ -17,9 +17,10 @@ from cbatch.kernels.attention import AttentionBackend, make_backend
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.runner import Runner
-from cbatch.sampler import NUM_PARAMS
+from cbatch.sampler import LOGPROBS, NUM_PARAMS
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape
+from cbatch.slot_state import Admission
 from cbatch.streams import CpuLane, CudaLane, Lane
 
 _log = logging.getLogger(__name__)
@@ -41,9 +42,7 @@ def suitable_backend(config: EngineConfig, model: Model, groups: tuple[KVGroup, 
 
 
 class Executor:
-    """``compute(io, plan)`` runs one step of a buffer; a replay, or kernel by kernel. Captures when it is made."""
-
-    compute: Callable[[IOBuffer, StepPlan], None]
+    """``compute`` runs one step of a buffer; a replay, or kernel by kernel. Captures when it is made."""
 
     def __init__(
         self,
@@ -81,13 +80,21 @@ class Executor:
                     _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
         else:
             self.lane = CpuLane(self.buffers)
-        self.compute = self._graphs.launch if self._graphs else self._runner.run
+        self._run = self._graphs.launch if self._graphs else self._runner.run
+
+    def compute(self, io: IOBuffer, plan: StepPlan, admissions: Sequence[Admission] = ()) -> None:
+        """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
+        if admissions:
+            self._runner.slot_state.apply(admissions)
+        io.lands_logprobs = bool(plan.flags & LOGPROBS)
+        self._run(io, plan)
 
     def graph_facts(self) -> dict[str, Any]:
-        """How many graphs there are, what they take together (MiB), and what one more bucket costs."""
+        """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""
         graphs = self._graphs
         return {
             "num_graphs": len(graphs) if graphs else 0,
             "graph_mib": graphs.num_bytes / 2**20 if graphs else 0.0,
             "graph_mib_per_bucket": graphs.bytes_per_bucket / 2**20 if graphs else 0.0,
+            "slot_state_mib": self._runner.slot_state.num_bytes / 2**20,
         }

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cbatch.buffers import DeviceBatch, IOBuffer, round_up
+from cbatch.buffers import DeviceBatch, IOBuffer, Landing, round_up
 from cbatch.runner import Runner
-from cbatch.sampler import FILTERED, RANDOM
+from cbatch.sampler import FILTERED, LOGPROBS, PROCESSED, RANDOM, drawing
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
 
 T = TypeVar("T")
@@ -65,11 +65,17 @@ class Buckets:
 
 @dataclass(frozen=True)
 class _Step:
-    """The graph of a bucket. It samples greedily; ``redraw`` has the graphs that sample again from its logits."""
+    """The graph of a bucket. It samples greedily; ``redraw`` has the graphs that sample again from its logits.
+
+    The keys are what ``sampler.drawing`` says. PROCESSED does everything, so that it is one graph and not four; a row
+    has the same token from any graph that does what it asks for.
+    """
 
     words: torch.Tensor  # its part of the static slab
+    landing: dict[bool, torch.Tensor]  # what is copied out, with logprobs and without
     graph: torch.cuda.CUDAGraph
     redraw: dict[int, torch.cuda.CUDAGraph]
+    logprobs: torch.cuda.CUDAGraph
 
 
 class CaptureError(Exception):
@@ -89,7 +95,7 @@ class GraphSet:
         limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(buckets.max_num_seqs, dtype=torch.int32, device=device)
+        self._landing = Landing(buckets.max_num_seqs, device)
         self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[Bucket, _Step] = {}
         torch.cuda.empty_cache()
@@ -116,13 +122,15 @@ class GraphSet:
         return len(self._steps)
 
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
-        """Two small copies around one replay, and one replay more if some row is not greedy."""
+        """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs."""
         step = self._steps[plan.host.bucket]
         step.words.copy_(io.device_words)
         step.graph.replay()
-        if plan.flags:
-            step.redraw[plan.flags].replay()
-        io.device_sampled.copy_(self._sampled)
+        if draw := drawing(plan.flags):
+            step.redraw[draw].replay()
+        if plan.flags & LOGPROBS:
+            step.logprobs.replay()
+        io.landing[1].copy_(step.landing[io.lands_logprobs])
 
     def _capture(self, bucket: Bucket) -> _Step:
         batch = DeviceBatch(self._slab, self._shape, bucket)
@@ -138,14 +146,17 @@ class GraphSet:
             max_context_len=self._max_context_len,
         )
 
-        graph, logits = self._record(partial(self._runner.step, batch, sizes, self._sampled, 0))
-        # A redraw is replayed right behind its step, whose logits nothing has overwritten by then. They are held here
-        # until it is captured, so that it finds no room in their place.
+        landing = self._landing
+        graph, logits = self._record(partial(self._runner.step, batch, sizes, landing, 0))
+        # What follows is replayed right behind its step, whose logits nothing has overwritten by then. They are held
+        # here until it is captured, so that it finds no room in their place.
         redraw = {}
-        for flags in (RANDOM, RANDOM | FILTERED):
-            sample = partial(self._runner.sample, batch, bucket.num_rows, logits, self._sampled, flags)
-            redraw[flags], _ = self._record(sample)
-        return _Step(self._slab[: layout(self._shape, bucket)[1]], graph, redraw)
+        for flags in (RANDOM, RANDOM | FILTERED, RANDOM | FILTERED | PROCESSED):
+            sample = partial(self._runner.sample, batch, bucket.num_rows, logits, landing, flags)
+            redraw[drawing(flags)], _ = self._record(sample)
+        logprobs, _ = self._record(partial(self._runner.logprobs, logits, landing))
+        words = self._slab[: layout(self._shape, bucket)[1]]
+        return _Step(words, {False: landing.head(0), True: landing.head(bucket.num_rows)}, graph, redraw, logprobs)
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError
+from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import SamplingParams
 
 
@@ -65,17 +67,72 @@ class Limits:
             raise InvalidRequestError(
                 f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
             )
-        for token in params.stop_token_ids:
+        for name, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", dict(params.logit_bias)),
+        ):
+            token = max(tokens, default=0)
             if token >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{_name(request_id)}: stop_token_ids has {token}, but the vocabulary has {self.vocab_size} tokens"
+                    f"{_name(request_id)}: {name} has {token}, but the vocabulary has {self.vocab_size} tokens"
                 )
         if params.stop and not self.has_tokenizer:
             raise InvalidRequestError(
                 f"{_name(request_id)}: stop has {params.stop[0]!r}, but there is no tokenizer to make text with: "
                 "use stop_token_ids"
             )
+        if params.bad_words and not self.has_tokenizer:
+            raise InvalidRequestError(
+                f"{_name(request_id)}: bad_words has {params.bad_words[0]!r}, but there is no tokenizer to make tokens "
+                "with"
+            )
         return params
+
+    def bans(
+        self,
+        params: SamplingParams,
+        bad_words: Mapping[str, Sequence[tuple[int, ...]]],
+        stop_ids: Sequence[int],
+        request_id: str | None,
+    ) -> list[tuple[int, ...]]:
+        """What parameters forbid or push must fit into a slot of the device, and leave a token.
+
+        ``bad_words`` has the token sequences of each; ``stop_ids`` are the tokens that end an answer, the model's own
+        included. Returns the sequences, each once.
+        """
+        who = _name(request_id)
+        for word, sequences in bad_words.items():
+            if not sequences:
+                raise InvalidRequestError(f"{who}: bad_words has {word!r}, of which the tokenizer makes no token")
+            if (token := max(map(max, sequences))) >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"{who}: bad_words has {word!r}, with token {token}, but the vocabulary has {self.vocab_size}"
+                )
+            if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
+                raise InvalidRequestError(
+                    f"{who}: bad_words has {word!r}, which is {longest} tokens, but the limit is {MAX_BAD_WORD_LEN}"
+                )
+        bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
+        if len(bad) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"{who}: bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
+                f"limit is {MAX_BAD_WORDS}"
+            )
+        banned = set(stop_ids) if params.min_tokens else set()
+        if (count := len(banned | dict(params.logit_bias).keys())) > MAX_BIASES:
+            raise InvalidRequestError(
+                f"{who}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
+                f"the limit is {MAX_BIASES}"
+            )
+        if params.allowed_token_ids is not None:
+            banned |= {sequence[0] for sequence in bad if len(sequence) == 1}
+            if banned.issuperset(params.allowed_token_ids):
+                raise InvalidRequestError(
+                    f"{who}: allowed_token_ids has {len(params.allowed_token_ids)} tokens, but min_tokens and "
+                    "bad_words forbid all of them"
+                )
+        return bad
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams, request_id: str | None) -> int:
         """Total length at which the request ends."""

@@ -136,7 +136,8 @@ class LLM:
             requests = [(token_ids, one) for (_, token_ids), one in zip(encoded, params, strict=True)]
             _each(kind, requests, lambda request: handles.append(self.engine.submit(*request)))
             if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
-                watch(handles, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
+                answers = [child for handle in handles for child in handle.children]
+                watch(answers, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
             outputs = [handle.result() for handle in handles]
         except BaseException:  # a bad prompt, a dead engine, Ctrl-C: leave nothing of this call behind
             for handle in handles:

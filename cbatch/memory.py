@@ -7,12 +7,14 @@ import os
 import torch
 from torch import Tensor
 
+from cbatch.buffers import Landing
 from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError
 from cbatch.kv_cache import page_bytes
 from cbatch.models.base import Model
 from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
+from cbatch.slot_state import SlotState, slot_state_bytes
 
 _GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
 
@@ -34,6 +36,7 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
             peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
         free, total = torch.cuda.mem_get_info(model.device)
         room = int(total * config.gpu_memory_utilization) - (total - free) - peak
+        room -= slot_state_bytes(config.max_num_seqs, model.vocab_size)  # on the CPU it takes nothing until it is used
     else:
         room = int(available_memory_bytes() * 0.25 * config.gpu_memory_utilization)
     fitting = room // page
@@ -72,10 +75,16 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
     rows = torch.arange(num_samples, dtype=torch.int32, device=device)
     logits = model.forward(ids, positions, rows, attend)
     params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
-    make_step_ops(device).draw(logits, params, positions, rows, rows, rows.clone(), rows.clone(), filtered=True)
+    ops, state = make_step_ops(device), SlotState(0, logits.shape[1], device)
+    where = positions, rows, torch.zeros_like(rows)  # one slot serves them all
+    processed = ops.process_logits(logits, params, state.counts, state.lists, *where)
+    landing = Landing(num_samples, device)
+    kept = {"counts": state.counts, "lists": state.lists}
+    ops.draw(processed, params, *where, rows.clone(), landing.sampled, filtered=True, **kept)
+    ops.logprobs(logits, landing.sampled, landing.records)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del logits
+    del logits, processed
     torch.cuda.empty_cache()
     return peak
 

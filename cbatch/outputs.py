@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -13,18 +14,49 @@ class RequestMetrics:
     first_scheduled_time: float | None = None  # first step that holds some of it was launched
     first_token_time: float | None = None  # first token handed out
     finished_time: float | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in a prefix cache; there is none yet
     num_preemptions: int = 0  # times its KV blocks were taken away and computed again
+
+
+class Logprob(NamedTuple):
+    """How likely the model found a token, before any sampling parameter changed that."""
+
+    logprob: float  # natural logarithm of its probability
+    rank: int  # 1: the most likely
+    decoded_token: str | None  # its text alone; None without a tokenizer or with ``detokenize=False``
+
+
+class Chunk(NamedTuple):
+    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``).
+
+    ``text`` is what is to be shown since then, for a request with stop strings; None for others: a ``Detokenizer``
+    makes it of the tokens. ``logprobs`` are those of the tokens, where they were asked for.
+    """
+
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    text: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer.
 
-    ``token_ids`` and ``text`` hold everything so far, or what is new where ``RequestOutputKind.DELTA`` was asked for.
-    The end-of-sequence token, or the stop token, that ended it is in ``token_ids`` and not in ``text``.
+    ``token_ids``, ``text`` and ``logprobs`` hold everything so far, or what is new where ``RequestOutputKind.DELTA``
+    was asked for. The end-of-sequence token, or the stop token, that ended it is in ``token_ids`` and not in ``text``.
 
-    ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, or None while it runs. ``stop_reason`` is the entry of
-    ``stop_token_ids`` or the stop string that ended it, None for the model's own end-of-sequence token.
+    ``logprobs`` has a dict for each token, of the sampled one first and then the most likely ones;
+    ``cumulative_logprob`` is the sum over all sampled tokens so far. Both are None where no ``logprobs`` were wanted.
+
+    ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, or None while it runs; an error is raised instead.
+    ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
+    end-of-sequence token.
     """
 
     index: int
@@ -32,6 +64,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     @property
     def finished(self) -> bool:
@@ -41,7 +75,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with what it has given so far. ``prompt`` is None when the prompt came as token ids."""
+    """A request with what it has given so far. ``prompt`` is None when the prompt came as token ids.
+
+    ``outputs`` are its ``n`` answers by index; with ``RequestOutputKind.DELTA`` those that have something new.
+    """
 
     request_id: str
     prompt: str | None
@@ -49,3 +86,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # not made yet

@@ -11,29 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError
-from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import Detokenizer, TextUntilStop
-
-
-class Chunk(NamedTuple):
-    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``).
-
-    ``text`` is what is to be shown since then, for a request with stop strings; None for others: a ``Detokenizer``
-    makes it of the tokens.
-    """
-
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    text: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
 
 
 class RequestHandle:
@@ -50,16 +33,24 @@ class RequestHandle:
         tokenizer: Any,
         on_end: Callable[[RequestHandle, bool], None],
         text: TextUntilStop | None = None,
+        parent_id: str | None = None,
+        index: int = 0,
     ) -> None:
+        """With ``parent_id``, it is answer number ``index`` of a request of that id, whose ``n`` is above 1."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.metrics = RequestMetrics()
+        self.parent_id = request_id if parent_id is None else parent_id
+        self.index = index
+        self.num_unfinished = 1  # of its children, for the engine
         self.sequence: Any = None  # the scheduler's side of it, for the engine
+        self.upload: Any = None  # what a slot of the device gets for it, for the engine
+        self._metrics = RequestMetrics()
         self._tokenizer = tokenizer
         self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
         self._text = text  # of a request with stop strings, made as tokens come; the consumers make that of others
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []  # as they came
         self._num_read = 0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
@@ -75,13 +66,23 @@ class RequestHandle:
     # ---- the consumer's side
 
     @property
+    def children(self) -> tuple[RequestHandle, ...]:
+        """A handle for each of the ``n`` answers, itself where that is 1. Each is read and aborted by itself."""
+        return (self,)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self._metrics
+
+    @property
     def finished(self) -> bool:
         """Whether the last token is here, or it was aborted, or it failed."""
         return self._finish_reason is not None or self._error is not None
 
     @property
     def finish_reason(self) -> str | None:
-        return self._finish_reason
+        """``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (which waiting for it raises), or None while it runs."""
+        return "error" if self._error is not None else self._finish_reason
 
     def next_chunk(self, timeout: float | None = None) -> Chunk:
         """Wait for new tokens or the end, and take them.
@@ -93,26 +94,16 @@ class RequestHandle:
         """
         if not self._wait(self._ready, self._readers, timeout):
             raise TimeoutError(f"request {self.request_id}: no token within {timeout} s")
-        with self._lock:
-            return self._take()
+        return self._take()
 
     async def anext_chunk(self) -> Chunk:
         """``next_chunk`` for an event loop: suspends the task, never blocks the loop."""
-        while True:
-            with self._lock:
-                if self._ready():
-                    return self._take()
-                loop = asyncio.get_running_loop()
-                waiter: asyncio.Future[None] = loop.create_future()
-                entry = (loop, waiter, self)
-                self._async_waiters.append(entry)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                with self._lock:
-                    if entry in self._async_waiters:
-                        self._async_waiters.remove(entry)
-                raise
+        await _until_ready([self])
+        return self._take()
+
+    async def anext_chunks(self) -> list[tuple[int, Chunk]]:
+        """``anext_chunk`` for all answers at once: waits until some have something new; index and chunk of those."""
+        return [(self.index, await self.anext_chunk())]
 
     def __iter__(self) -> Iterator[int]:
         while not self._end_read or self._error is not None:
@@ -130,22 +121,36 @@ class RequestHandle:
             TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
             EngineDeadError, EngineClosedError: the engine ended before the request did.
         """
-        if not self._wait(lambda: self.finished, self._result_waiters, timeout):
+        if not self._wait_for_end(timeout):
             raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
+        answers = [child._answer() for child in self.children]
+        return RequestOutput(self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics)
+
+    def abort(self) -> None:
+        """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
+        self._end_now("abort", None, aborted=True)
+
+    def _wait_for_end(self, timeout: float | None) -> bool:
+        return self._wait(lambda: self.finished, self._result_waiters, timeout)
+
+    def _answer(self) -> CompletionOutput:
+        """All of it, once it has ended; raises what ended it."""
         with self._lock:
             if self._error is not None:
                 raise self._error.with_traceback(None)
             token_ids = list(self._token_ids)
             text = "" if self._text is None else self._shown(self._text).text
+        output = CompletionOutput(self.index, text, token_ids, self._finish_reason, self._stop_reason)
         if self._text is None and self._tokenizer is not None and self.params.detokenize:
-            detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params.skip_special_tokens)
-            text = detokenizer.push(token_ids, self._finish_reason)
-        output = CompletionOutput(0, text, token_ids, self._finish_reason, self._stop_reason)
-        return RequestOutput(self.request_id, None, list(self.prompt_token_ids), [output], True, self.metrics)
+            detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
+            output.text = detokenizer.push(token_ids, self._finish_reason)
+        if self._logprobs is not None:
+            output.logprobs = self._readable(self._logprobs)
+            output.cumulative_logprob = cumulative_logprob(token_ids, output.logprobs)
+        return output
 
-    def abort(self) -> None:
-        """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
-        self._end_now("abort", None, aborted=True)
+    def _readable(self, found: list[TokenLogprobs]) -> list[dict[int, Logprob]]:
+        return make_logprobs(found, self._tokenizer if self.params.detokenize else None)
 
     def _wait(self, ready: Callable[[], bool], waiters: list[threading.Lock], timeout: float | None) -> bool:
         """Block until ``ready``; False if that takes longer than ``timeout`` seconds."""
@@ -174,27 +179,39 @@ class RequestHandle:
         return text
 
     def _take(self) -> Chunk:
-        text = None if self._text is None else self._shown(self._text).take()
-        tokens = self._token_ids[self._num_read :]
-        self._num_read = len(self._token_ids)
-        if self._error is not None and not tokens:
-            self._end_read = True
-            raise self._error.with_traceback(None)
-        if self._end_read:
-            raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
-        self._end_read = self._finish_reason is not None
-        return Chunk(tokens, self._finish_reason, self._stop_reason, text)
+        with self._lock:
+            text = None if self._text is None else self._shown(self._text).take()
+            tokens = self._token_ids[self._num_read :]
+            logprobs = None if self._logprobs is None else self._logprobs[self._num_read :]
+            self._num_read = len(self._token_ids)
+            if self._error is not None and not tokens:
+                self._end_read = True
+                raise self._error.with_traceback(None)
+            if self._end_read:
+                raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
+            self._end_read = self._finish_reason is not None
+            chunk = Chunk(tokens, self._finish_reason, self._stop_reason, text)
+        return chunk if logprobs is None else chunk._replace(logprobs=self._readable(logprobs))
 
     # ---- the engine's side
 
     def push(
-        self, token: int, now: float, finish_reason: str | None, stop_reason: int | str | None, wakers: Wakers
+        self,
+        token: int,
+        now: float,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        wakers: Wakers,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """One more token, with the end if it is the last; dropped if the request was aborted meanwhile."""
         with self._lock:
             if self.finished:
                 return
             self._token_ids.append(token)
+            if self._logprobs is not None:
+                assert logprobs is not None
+                self._logprobs.append(logprobs)
             urgent = self.metrics.first_token_time is None
             if urgent:
                 self.metrics.first_token_time = now
@@ -258,6 +275,101 @@ class RequestHandle:
         if self._async_waiters:
             wakers.add(self._async_waiters)
             self._async_waiters = []
+
+
+class ParallelHandle(RequestHandle):
+    """A request with ``n`` above 1: wait for its ``result`` or abort it as a whole; its tokens are its children's."""
+
+    def __init__(self, request_id: str, children: tuple[RequestHandle, ...]) -> None:
+        first = children[0]
+        super().__init__(request_id, first.prompt_token_ids, first.params, None, first._on_end)
+        self.num_unfinished = len(children)
+        self._children = children
+
+    @property
+    def children(self) -> tuple[RequestHandle, ...]:
+        return self._children
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """From the first thing that happened to one of its answers to the last."""
+        each = [child.metrics for child in self._children]
+
+        def first(times: list[float | None]) -> float | None:
+            return min((time for time in times if time is not None), default=None)
+
+        return RequestMetrics(
+            arrival_time=first([one.arrival_time for one in each]),
+            first_scheduled_time=first([one.first_scheduled_time for one in each]),
+            first_token_time=first([one.first_token_time for one in each]),
+            finished_time=max(one.finished_time or 0.0 for one in each) if self.finished else None,
+            num_cached_tokens=sum(one.num_cached_tokens for one in each),
+            num_preemptions=sum(one.num_preemptions for one in each),
+        )
+
+    @property
+    def finished(self) -> bool:
+        return all(child.finished for child in self._children)
+
+    @property
+    def finish_reason(self) -> NoReturn:
+        self._refuse("finish_reason")
+
+    def next_chunk(self, timeout: float | None = None) -> NoReturn:
+        self._refuse("next_chunk")
+
+    async def anext_chunk(self) -> NoReturn:
+        self._refuse("anext_chunk")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    def __aiter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    async def anext_chunks(self) -> list[tuple[int, Chunk]]:
+        running = [child for child in self._children if not child._end_read]
+        if not running:
+            raise EOFError(f"request {self.request_id}: all answers have ended, and their last chunks were taken")
+        await _until_ready(running)
+        return [(child.index, child._take()) for child in running if child._ready()]
+
+    def abort(self) -> None:
+        """End all its answers that still run."""
+        for child in self._children:
+            child.abort()
+
+    def _wait_for_end(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(
+            child._wait_for_end(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            for child in self._children
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        n = len(self._children)
+        raise CBatchError(
+            f"request {self.request_id}: {what} is of one answer, but n={n}: each of handle.children has its own"
+        )
+
+
+async def _until_ready(handles: list[RequestHandle]) -> None:
+    """Suspend the task until one of them has something to take."""
+    while not any(handle._ready() for handle in handles):
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        entries = [(loop, waiter, handle) for handle in handles]
+        try:
+            for entry, handle in zip(entries, handles, strict=True):
+                with handle._lock:
+                    handle._async_waiters.append(entry)
+            if not any(handle._ready() for handle in handles):  # what comes from here on wakes the waiter
+                await waiter
+        finally:
+            for entry, handle in zip(entries, handles, strict=True):
+                with handle._lock:
+                    if entry in handle._async_waiters:
+                        handle._async_waiters.remove(entry)
 
 
 class Wakers:

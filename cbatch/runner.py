@@ -1,6 +1,6 @@
 """Runs a step on the device: fills the placeholders in, calls the model, samples, and remembers the tokens by slot.
 
-Owns the state that stays there between steps: block tables, last tokens, sampling parameters. Knows no request.
+Owns the state that stays there between steps: block tables, last tokens, sampling state. Knows no request.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbatch.buffers import DeviceBatch, IOBuffer
+from cbatch.buffers import DeviceBatch, IOBuffer, Landing
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
-from cbatch.sampler import FILTERED, NUM_PARAMS, RANDOM, make_step_ops
+from cbatch.sampler import FILTERED, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, make_step_ops
 from cbatch.scheduler.plan import StepPlan, StepSizes
+from cbatch.slot_state import SlotState
 
 
 class Runner:
@@ -40,10 +41,11 @@ class Runner:
         self.block_tables = torch.zeros(num_groups, rows, max_blocks_per_seq, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
+        self.slot_state = SlotState(max_num_seqs, model.vocab_size, device)
         self._flat_tables = self.block_tables.view(-1)
 
-    def step(self, batch: DeviceBatch, sizes: StepSizes, sampled: Tensor, flags: int) -> Tensor:
-        """Compute a step whose arrays are on the device, and put its tokens into ``sampled``. Waits for nothing.
+    def step(self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int) -> Tensor:
+        """Compute a step whose arrays are on the device, and put what comes of it into ``landing``. Waits for nothing.
 
         Returns the logits ``[num_samples, vocab_size]``.
         """
@@ -76,26 +78,31 @@ class Runner:
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
         logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
         if sizes.num_samples:
-            self.sample(batch, sizes.num_samples, logits, sampled, flags)
+            self.sample(batch, sizes.num_samples, logits, landing, flags)
+            if flags & LOGPROBS:
+                self.logprobs(logits, landing)
         return logits
 
     def run(self, io: IOBuffer, plan: StepPlan) -> None:
         """Launch a step kernel by kernel."""
-        self.step(io.batch, plan.sizes, io.device_sampled, plan.flags)
+        self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
 
-    def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, sampled: Tensor, flags: int) -> None:
-        """Draw the tokens of a step from its logits into ``sampled``, and remember them by slot."""
+    def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, landing: Landing, flags: int) -> None:
+        """Draw the tokens of a step from its logits, put them into ``landing``, and remember them by slot."""
         out_slots = batch.out_slots[:num_samples]
-        if not flags & RANDOM:
-            self._ops.greedy(logits, out_slots, self.last_tokens, sampled)
+        if not flags & (RANDOM | PROCESSED):
+            self._ops.greedy(logits, out_slots, self.last_tokens, landing.sampled)
             return
+        where = batch.positions, batch.sample_rows[:num_samples], out_slots
+        kept = {}
+        if flags & PROCESSED:
+            state = self.slot_state
+            logits = self._ops.process_logits(logits, self.params, state.counts, state.lists, *where)
+            kept = {"counts": state.counts, "lists": state.lists}
         self._ops.draw(
-            logits,
-            self.params,
-            batch.positions,
-            batch.sample_rows[:num_samples],
-            out_slots,
-            self.last_tokens,
-            sampled,
-            filtered=bool(flags & FILTERED),
+            logits, self.params, *where, self.last_tokens, landing.sampled, filtered=bool(flags & FILTERED), **kept
         )
+
+    def logprobs(self, logits: Tensor, landing: Landing) -> None:
+        """Put the log-probabilities of a step's tokens, by its logits as the model gave them, into ``landing``."""
+        self._ops.logprobs(logits, landing.sampled, landing.records)

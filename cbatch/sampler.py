@@ -6,7 +6,8 @@ schedule and after any preemption.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,23 +16,104 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.kernels import reference
-from cbatch.sampling_params import SamplingParams
+from cbatch.kernels import slot_layout as layout
+from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
+from cbatch.sampling_params import MAX_LOGPROBS, SamplingParams
+
+__all__ = ["MAX_BAD_WORDS", "MAX_BAD_WORD_LEN", "MAX_BIASES", "Encoded", "SlotUpload", "StepOps", "encode"]
 
 MIN_TOP_P = 1e-30  # keeps the largest logit alone; far below, it would round to 0, which keeps none
+MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30  # of repetition: far beyond, logits would overflow, and float32 has no more
 MAX_TEMPERATURE = 1e6  # uniform already over any logits; far above, its product with the noise would overflow
-NUM_PARAMS = 5  # int32 words of a slot: temperature and top_p as float bits, top_k, two halves of the seed
-RANDOM, FILTERED = 1, 2  # flags of a request, OR-ed over a step: a step runs only what some row needs
+NUM_PARAMS = layout.NUM_WORDS  # int32 words of a slot that travel with a step
+LOGPROB_WORDS = layout.num_record_words(MAX_LOGPROBS)  # int32 words that come back of a row whose logprobs are wanted
+# Flags of a request, OR-ed over a step: a step runs only what some row needs. FILTERED comes with RANDOM alone.
+RANDOM, FILTERED, PROCESSED, LOGPROBS = 1, 2, 4, 8
 
 
-def encode(params: SamplingParams, seed: int) -> tuple[NDArray[np.int32], int]:
-    """A request's sampling state as ``NUM_PARAMS`` int32 words, and its flags. ``seed`` is any 64-bit integer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotUpload:
+    """What a slot's words do not hold. ``lists``: the head of its row of lists, up to the last one in use."""
+
+    lists: NDArray[np.int32]
+    counted: bool  # whether its tokens are counted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A request's sampling state: ``NUM_PARAMS`` words, its flags, and what goes to its slot when it is PROCESSED."""
+
+    words: NDArray[np.int32]
+    flags: int
+    upload: SlotUpload | None
+
+
+def encode(
+    params: SamplingParams,
+    seed: int,  # any 64-bit integer
+    *,
+    prompt_len: int,
+    stop_ids: Sequence[int],  # cannot come before min_tokens others have
+    bad_word_ids: Sequence[Sequence[int]],  # none empty
+) -> Encoded:
+    """A request's sampling state, as its slot keeps it. The caller has checked ids and the limits ``MAX_...``."""
     words = np.zeros(NUM_PARAMS, np.int32)
-    if params.greedy:
-        return words, 0
-    words[:2].view(np.float32)[:] = min(params.temperature, MAX_TEMPERATURE), max(params.top_p, MIN_TOP_P)
-    words[2] = min(params.top_k, 2**31 - 1)
-    words[3:] = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
-    return words, RANDOM | (FILTERED if params.top_k or params.top_p < 1 else 0)
+    floats = words.view(np.float32)
+    flags = 0
+    if not params.greedy:
+        temperature = min(params.temperature, MAX_TEMPERATURE)
+        margin = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+        floats[layout.TEMPERATURE], floats[layout.TOP_P] = temperature, max(params.top_p, MIN_TOP_P)
+        words[layout.TOP_K] = min(params.top_k, 2**31 - 1)
+        words[layout.SEED : layout.SEED + 2] = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
+        floats[layout.MIN_P_MARGIN] = margin
+        flags = RANDOM | (FILTERED if params.top_k or params.top_p < 1 or params.min_p > 0 else 0)
+    if params.logprobs is not None:
+        flags |= LOGPROBS
+
+    repetition = min(max(params.repetition_penalty, MIN_PENALTY), MAX_PENALTY)
+    penalties = repetition, params.presence_penalty, params.frequency_penalty
+    counted = penalties != (1.0, 0.0, 0.0)
+    biases = dict.fromkeys(stop_ids, 0.0) if params.min_tokens else {}
+    until = prompt_len + params.min_tokens  # the first position that a stop token may stand at
+    untils = dict.fromkeys(biases, until)
+    biases |= dict(params.logit_bias)
+    allowed = params.allowed_token_ids
+    if not (counted or biases or bad_word_ids or allowed is not None):
+        return Encoded(words, flags, None)
+
+    floats[layout.REPETITION : layout.FREQUENCY + 1] = penalties
+    words[layout.FEATURES] = layout.COUNTED * counted | layout.ALLOWED * (allowed is not None)
+    words[layout.NUM_BIASES], words[layout.NUM_BAD_WORDS] = len(biases), len(bad_word_ids)
+    mask = _bit_mask(allowed) if allowed is not None else np.zeros(0, np.int32)
+    ends = [layout.BIASES, layout.BAD_WORDS * bool(biases), layout.MASK * bool(bad_word_ids or mask.size)]
+    lists = np.zeros(max(ends) + mask.size, np.int32)
+    lists[: layout.BIASES] = -1
+    if biases:
+        columns = lists[layout.BIASES : layout.BAD_WORDS].reshape(3, MAX_BIASES)[:, : len(biases)]
+        columns[0] = list(biases)
+        columns[1] = np.array(list(biases.values()), np.float32).view(np.int32)
+        columns[2] = [untils.get(token, 0) for token in biases]
+    if bad_word_ids:
+        rows = lists[layout.BAD_WORDS : layout.MASK].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+        rows[:] = -1
+        for row, word in zip(rows, bad_word_ids, strict=False):
+            row[-len(word) :] = word
+    lists[max(ends) :] = mask
+    return Encoded(words, flags | PROCESSED, SlotUpload(lists, counted))
+
+
+def _bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
+    """Bit i % 32 of word i // 32 for each id, up to the largest one's word."""
+    index = np.array(ids)
+    bits = np.zeros((index.max() // 32 + 1) * 32, np.bool_)
+    bits[index] = True
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def drawing(flags: int) -> int:
+    """Which way of sampling serves a step with these flags: 0 (greedy), RANDOM, RANDOM | FILTERED, or PROCESSED."""
+    return PROCESSED if flags & PROCESSED else flags & (RANDOM | FILTERED)
 
 
 @dataclass(frozen=True)
@@ -41,12 +123,18 @@ class StepOps:
     begin_step: Callable[..., Tensor]
     greedy: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     draw: Callable[..., None]
+    process_logits: Callable[..., Tensor]
+    logprobs: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def make_step_ops(device: torch.device) -> StepOps:
     """Triton on CUDA, plain torch elsewhere. Triton is imported only where it is used."""
     if device.type != "cuda":
-        return StepOps(reference.begin_step, reference.greedy, reference.draw)
-    from cbatch.kernels import sampling
+        return StepOps(
+            reference.begin_step, reference.greedy, reference.draw, reference.process_logits, reference.logprobs
+        )
+    from cbatch.kernels import logit_processing, logprobs, sampling
 
-    return StepOps(sampling.begin_step, sampling.greedy, sampling.draw)
+    return StepOps(
+        sampling.begin_step, sampling.greedy, sampling.draw, logit_processing.process_logits, logprobs.logprobs
+    )

@@ -1,21 +1,26 @@
 """How one request wants its tokens. Names, defaults and ranges are vLLM's. Knows nothing of models, tensors or text.
 
-Only what works stands here: a parameter of vLLM's that cbatch has not learned (``n``, ``min_p``, ``logprobs`` ...) is
-no field, so passing it is a ``TypeError`` that names it. Nothing is accepted and then ignored.
+``python -m cbatch.sampling_params`` prints the table of parameters, which is ``docs/sampling-parameters.md``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cbatch.errors import InvalidRequestError
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
+_MAX_N = 16_384  # vLLM's, too
+_MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
+MAX_LOGPROBS = 20  # the most that a step hands out for a token, beside the sampled one
+
+_T = TypeVar("_T")
 
 
 class RequestOutputKind(enum.Enum):
@@ -26,88 +31,134 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
+def _field(default: _T, limits: str, help: str) -> _T:
+    """A parameter with its row of the table."""
+    return dataclasses.field(default=default, metadata={"limits": limits, "help": help})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to hand out. Immutable, so one object may serve many requests.
 
-    Args:
-        temperature: 0 is greedy; 1 samples from the model's own distribution; finite, at least 0.
-        top_k: keep the k most likely tokens; 0 or -1 keep all. More than the vocabulary keeps all too.
-        top_p: keep the most likely tokens whose probabilities add up to it; in (0, 1], 1 keeps all.
-        seed: signed 64 bits. The same seed gives the same tokens in any batch. None (or -1, as in vLLM): a fresh one.
-        max_tokens: most tokens to generate, at least 1. None: as many as ``max_model_len`` leaves room for.
-        ignore_eos: do not stop at the model's end-of-sequence tokens (``stop_token_ids`` still stop).
-        stop_token_ids: further tokens that end the answer. The one that did is in ``token_ids``, not in the text.
-        stop: texts that end the answer, each at least one character; one text or a list. They are looked for in the
-            answer only, across tokens. The text ends where the one that came first begins; ``token_ids`` end with the
-            token that completed it. A stream holds back what may still become one. Needs a tokenizer.
-        include_stop_str_in_output: let the text end with the stop string instead of before it.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text at all. False saves the consumer's time when only tokens are wanted.
-        output_kind: what the outputs of a stream hold.
+    Each field says what it means and may be; ``docs/sampling-parameters.md`` is the table of them. Lists become tuples
+    and a dict a tuple of pairs. A name that is no field is a ``TypeError``: nothing is accepted and then ignored.
 
     Raises:
         InvalidRequestError: a value of the wrong type or out of its range; the message says which.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] | list[str] | str | None = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    n: int = _field(
+        1,
+        f"1 to {_MAX_N:,}; 1 at temperature 0",
+        "Answers to one prompt, each sampled by itself: number i, counted from 0, draws what a request of its own with "
+        "`seed + i` would.",
+    )
+    temperature: float = _field(
+        1.0,
+        "at least 0, finite",
+        "0 is greedy: always the most likely token. 1 samples from the model's own distribution.",
+    )
+    top_k: int = _field(
+        0,
+        "at least 1; 0 or -1 for no limit",
+        "Keep the k most likely tokens. More than the vocabulary keeps all; 1 is greedy.",
+    )
+    top_p: float = _field(
+        1.0, "above 0, at most 1", "Keep the most likely tokens whose probabilities add up to it; 1 keeps all."
+    )
+    min_p: float = _field(
+        0.0, "0 to 1", "Keep tokens that have at least this share of the most likely one's probability; 0 keeps all."
+    )
+    repetition_penalty: float = _field(
+        1.0,
+        "above 0, finite",
+        "Logits of tokens in prompt or answer are divided by it where positive and multiplied where negative; above 1 "
+        "repeats less.",
+    )
+    presence_penalty: float = _field(0.0, "-2 to 2", "Taken from the logit of each token that the answer has.")
+    frequency_penalty: float = _field(
+        0.0, "-2 to 2", "Taken from the logit of a token once for each time that the answer has it."
+    )
+    seed: int | None = _field(
+        None,
+        "64 bits, signed; None or -1 for a fresh one",
+        "The same seed draws the same tokens in any batch, on either schedule and after a preemption.",
+    )
+    max_tokens: int | None = _field(
+        16, "at least 1; None for as many as fit", "Most tokens of an answer. `max_model_len` is a limit, too."
+    )
+    min_tokens: int = _field(
+        0,
+        "0 to `max_tokens`",
+        "Tokens that an answer has before an end of sequence, a stop token or a stop string can end it.",
+    )
+    ignore_eos: bool = _field(
+        False,
+        "True, False",
+        "Do not stop at the model's end-of-sequence tokens. Those in `stop_token_ids` still stop.",
+    )
+    stop_token_ids: Sequence[int] = _field(
+        (),
+        "a list of token ids",
+        "Further tokens that end an answer. The one that did is in `token_ids`, not in `text`.",
+    )
+    stop: Sequence[str] | str | None = _field(
+        (),
+        "a text or a list of them, none empty; needs a tokenizer",
+        "Texts that end an answer, looked for in the answer alone, across tokens. `text` ends where the one that came "
+        "first begins, `token_ids` with the token that completed it. A stream holds back what may become one.",
+    )
+    include_stop_str_in_output: bool = _field(
+        False, "True, False", "Let `text` end with the stop string instead of before it."
+    )
+    bad_words: Sequence[str] = _field(
+        (),
+        "a list of texts, none empty; needs a tokenizer",
+        "Texts whose tokens may not come, as they are at the start of a text and behind a space: their last token is "
+        "impossible where the answer ends with the others.",
+    )
+    allowed_token_ids: Sequence[int] | None = _field(
+        None, "a list of token ids, not empty; None for all", "No other token can come."
+    )
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _field(
+        (),
+        f"token id: -{_MAX_BIAS:.0f} to {_MAX_BIAS:.0f}",
+        "Added to the logits of these tokens. A dict, kept as pairs.",
+    )
+    logprobs: int | None = _field(
+        None,
+        f"0 to {MAX_LOGPROBS}",
+        "For each token of an answer, the log-probabilities of this many most likely tokens and of the one that was "
+        "sampled, by the model's own logits before any parameter changed them.",
+    )
+    prompt_logprobs: int | None = _field(None, "None: not supported yet", "Log-probabilities of the prompt's tokens.")
+    detokenize: bool = _field(
+        True, "True, False", "Make text at all. False saves the consumer's time when only tokens are wanted."
+    )
+    skip_special_tokens: bool = _field(True, "True, False", "Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = _field(
+        True, "True, False", "Where special tokens are in the text, put spaces between them if the tokenizer does."
+    )
+    output_kind: RequestOutputKind = _field(  # noqa: RUF009 - an enum's member does not change
+        RequestOutputKind.CUMULATIVE,
+        "a RequestOutputKind",
+        "What the outputs of a stream hold: everything so far, what is new (`DELTA`), or only one output with all "
+        "(`FINAL_ONLY`).",
+    )
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # frozen for users; here numpy scalars become plain numbers, lists tuples
-
-        temperature = _real("temperature", self.temperature)
-        if temperature < 0:
-            raise InvalidRequestError(f"temperature={temperature} is negative: it must be at least 0 (0 is greedy)")
-        set_field(self, "temperature", temperature)
-
-        top_k = _integer("top_k", self.top_k)
-        if top_k < -1:
-            raise InvalidRequestError(f"top_k={top_k} is out of range: it must be at least 1, or 0 or -1 for no limit")
-        set_field(self, "top_k", max(top_k, 0))
-
-        top_p = _real("top_p", self.top_p)
-        if not 0 < top_p <= 1:
-            raise InvalidRequestError(f"top_p={top_p} is out of range: it must be above 0 and at most 1")
-        set_field(self, "top_p", top_p)
-
-        if self.seed is not None:
-            seed = _integer("seed", self.seed)
-            if not _SEED_MIN <= seed <= _SEED_MAX:
-                raise InvalidRequestError(
-                    f"seed={seed} is out of range: it must fit into 64 bits, {_SEED_MIN} to {_SEED_MAX}"
-                )
-            set_field(self, "seed", None if seed == -1 else seed)
-
-        if self.max_tokens is not None:
-            max_tokens = _integer("max_tokens", self.max_tokens)
-            if max_tokens < 1:
-                raise InvalidRequestError(f"max_tokens={max_tokens} is out of range: it must be at least 1, or None")
-            set_field(self, "max_tokens", max_tokens)
-
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be True or False")
-
-        set_field(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-
-        stop = _stop(self.stop)
-        if stop and not self.detokenize:
-            raise InvalidRequestError(f"stop={list(stop)} needs text to look in, so detokenize=False is impossible")
-        set_field(self, "stop", stop)
-
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        for name, check in _CHECKS.items():  # numpy scalars become plain numbers, lists tuples
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidRequestError(f"n={self.n} at temperature=0 gives the same answer each time: it must be 1")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens={self.min_tokens} is out of range: it must be at most max_tokens={self.max_tokens}"
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                f"stop={list(self.stop)} needs text to look in, so detokenize=False is impossible"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -121,7 +172,7 @@ class SamplingParams:
         Read as vLLM reads it: what it leaves out keeps our default. A plain ``do_sample=False`` means greedy.
 
         Raises:
-            InvalidRequestError: it asks for something that cbatch cannot do yet (a repetition penalty, beams ...).
+            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...).
                 Pass a ``SamplingParams`` to say what you want instead.
         """
         config = generation_config
@@ -141,27 +192,27 @@ class SamplingParams:
                 ("temperature", "temperature"),
                 ("top_k", "top_k"),
                 ("top_p", "top_p"),
+                ("min_p", "min_p"),
+                ("repetition_penalty", "repetition_penalty"),
                 ("max_tokens", "max_new_tokens"),
+                ("min_tokens", "min_new_tokens"),
             )
             if given(theirs) is not None
         }
         if given("do_sample") is False:
-            fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+            fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return cls(**fields)
 
 
 # What else a generation_config may say about which tokens come, with the value that says nothing.
 _NOT_YET = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
-    "min_p": 0.0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "min_length": 0,
-    "min_new_tokens": 0,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
@@ -172,7 +223,36 @@ _NOT_YET = {
 }
 
 
-def _integer(name: str, value: Any) -> int:
+def table() -> str:
+    """The parameters as a page of Markdown."""
+    rows = "\n".join(
+        f"| `{field.name}` | `{_default(field.default)}` | {field.metadata['limits']} | {field.metadata['help']} |"
+        for field in dataclasses.fields(SamplingParams)
+    )
+    return f"{_TABLE_HEAD}{rows}\n"
+
+
+_TABLE_HEAD = """# Sampling parameters
+
+The fields of `cbatch.SamplingParams`, made by `python -m cbatch.sampling_params`. A value out of its range is refused
+when it is written down, or by `submit` where it depends on the model; the message has name, value and limit.
+
+Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, `repetition_penalty`,
+`presence_penalty` and `frequency_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
+
+| parameter | default | range | meaning |
+|---|---|---|---|
+"""
+
+
+def _default(value: Any) -> str:
+    return str(value) if isinstance(value, enum.Enum) else repr(value)
+
+
+# ---- one check a parameter: takes its name and value, gives back the value to keep
+
+
+def _whole(name: str, value: Any) -> int:
     """A whole number; numpy's are fine, bools and 3.0 are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
@@ -191,28 +271,197 @@ def _real(name: str, value: Any) -> float:
     return result
 
 
-def _stop_token_ids(value: Any) -> tuple[int, ...]:
+def _out_of_range(name: str, value: Any, limits: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={value} is out of range: it must be {limits}")
+
+
+def _temperature(name: str, value: Any) -> float:
+    temperature = _real(name, value)
+    if temperature < 0:
+        raise InvalidRequestError(f"{name}={temperature} is negative: it must be at least 0 (0 is greedy)")
+    return temperature
+
+
+def _top_k(name: str, value: Any) -> int:
+    top_k = _whole(name, value)
+    if top_k < -1:
+        raise _out_of_range(name, top_k, "at least 1, or 0 or -1 for no limit")
+    return max(top_k, 0)
+
+
+def _top_p(name: str, value: Any) -> float:
+    top_p = _real(name, value)
+    if not 0 < top_p <= 1:
+        raise _out_of_range(name, top_p, "above 0 and at most 1")
+    return top_p
+
+
+def _min_p(name: str, value: Any) -> float:
+    min_p = _real(name, value)
+    if not 0 <= min_p <= 1:
+        raise _out_of_range(name, min_p, "at least 0 and at most 1")
+    return min_p
+
+
+def _factor(name: str, value: Any) -> float:
+    factor = _real(name, value)
+    if factor <= 0:
+        raise _out_of_range(name, factor, "above 0 (1 changes nothing)")
+    return factor
+
+
+def _penalty(name: str, value: Any) -> float:
+    penalty = _real(name, value)
+    if not -2 <= penalty <= 2:
+        raise _out_of_range(name, penalty, "at least -2 and at most 2")
+    return penalty
+
+
+def _seed(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    seed = _whole(name, value)
+    if not _SEED_MIN <= seed <= _SEED_MAX:
+        raise InvalidRequestError(
+            f"{name}={seed} is out of range: it must fit into 64 bits, {_SEED_MIN} to {_SEED_MAX}"
+        )
+    return None if seed == -1 else seed
+
+
+def _n(name: str, value: Any) -> int:
+    n = _whole(name, value)
+    if not 1 <= n <= _MAX_N:
+        raise _out_of_range(name, n, f"at least 1 and at most {_MAX_N}")
+    return n
+
+
+def _max_tokens(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    max_tokens = _whole(name, value)
+    if max_tokens < 1:
+        raise _out_of_range(name, max_tokens, "at least 1, or None")
+    return max_tokens
+
+
+def _min_tokens(name: str, value: Any) -> int:
+    min_tokens = _whole(name, value)
+    if min_tokens < 0:
+        raise _out_of_range(name, min_tokens, "at least 0")
+    return min_tokens
+
+
+def _logprobs(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    logprobs = _whole(name, value)
+    if not 0 <= logprobs <= MAX_LOGPROBS:
+        raise _out_of_range(name, logprobs, f"at least 0 and at most {MAX_LOGPROBS}, or None")
+    return logprobs
+
+
+def _none(name: str, value: Any) -> None:
+    if value is not None:
+        raise InvalidRequestError(f"{name}={value!r} is not supported yet: it must be None")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"stop_token_ids={value!r} must be a list of token ids, not {type(value).__name__}")
-    ids = tuple(_integer("stop_token_ids item", item) for item in value)
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name}={value!r} must be a list of token ids, not {type(value).__name__}")
+    ids = tuple(_whole(f"{name} item", item) for item in value)
     for item in ids:
         if item < 0:
-            raise InvalidRequestError(f"stop_token_ids={list(ids)} holds {item}: a token id is at least 0")
+            raise InvalidRequestError(f"{name}={list(ids)} holds {item}: a token id is at least 0")
     return ids
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _token_ids(name, value)
+    if not ids:
+        raise InvalidRequestError(f"{name}=[] allows no token: it must have at least one, or be None for all")
+    return tuple(dict.fromkeys(ids))
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    if isinstance(value, str):
-        value = (value,)
     if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"stop={value!r} must be a string or a list of them, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={value!r} must be a list of strings, not {type(value).__name__}")
     for item in value:
         if not isinstance(item, str):
-            raise InvalidRequestError(f"stop={list(value)!r} holds {item!r}: a stop string must be a string")
+            raise InvalidRequestError(f"{name}={list(value)!r} holds {item!r}: it must hold strings")
         if not item:
-            raise InvalidRequestError(f"stop={list(value)!r} holds an empty string: a stop string has a character")
+            raise InvalidRequestError(f"{name}={list(value)!r} holds an empty string: each must have a character")
     return tuple(value)
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    return _texts(name, (value,) if isinstance(value, str) else value)
+
+
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    try:
+        biases = dict(value)  # of a dict, or of pairs: what another SamplingParams keeps
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"{name}={value!r} must be a dict of token ids and numbers, not {type(value).__name__}"
+        ) from None
+    pairs = []
+    for token, bias in biases.items():
+        token, bias = _whole(f"{name} token", token), _real(f"{name}[{token!r}]", bias)
+        if token < 0:
+            raise InvalidRequestError(f"{name} holds token {token}: a token id is at least 0")
+        if abs(bias) > _MAX_BIAS:
+            raise _out_of_range(f"{name}[{token}]", bias, f"at least -{_MAX_BIAS:.0f} and at most {_MAX_BIAS:.0f}")
+        pairs.append((token, bias))
+    return tuple(pairs)
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise InvalidRequestError(f"{name}={value!r} must be a RequestOutputKind")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "n": _n,
+    "temperature": _temperature,
+    "top_k": _top_k,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "repetition_penalty": _factor,
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "seed": _seed,
+    "max_tokens": _max_tokens,
+    "min_tokens": _min_tokens,
+    "ignore_eos": _flag,
+    "stop_token_ids": _token_ids,
+    "stop": _stop,
+    "include_stop_str_in_output": _flag,
+    "bad_words": _texts,
+    "allowed_token_ids": _allowed_token_ids,
+    "logit_bias": _logit_bias,
+    "logprobs": _logprobs,
+    "prompt_logprobs": _none,
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "output_kind": _output_kind,
+}
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -108,7 +108,8 @@ class CpuLane:
                 copied = time.perf_counter()
                 compute()
                 computed = time.perf_counter()
-                io.host_sampled.copy_(io.device_sampled)
+                on_host, on_device = io.landing
+                on_host.copy_(on_device)
                 if marks is not None:
                     marks.times = (start, copied, computed, time.perf_counter())
                 step.error = None
@@ -174,7 +175,8 @@ class CudaLane:
                 self.d2h.wait_event(end)
                 if marks is not None:
                     marks.d2h[0].record(self.d2h)
-                io.host_sampled.copy_(io.device_sampled, non_blocking=True)
+                on_host, on_device = io.landing  # ``compute`` may have changed it
+                on_host.copy_(on_device, non_blocking=True)
                 if marks is not None:
                     marks.d2h[1].record(self.d2h)
                 step.landed.record(self.d2h)

@@ -7,14 +7,16 @@ Knows a transformers tokenizer; knows nothing of engines, requests or models.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError, InvalidRequestError
-from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -44,8 +46,11 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        together = not (skip_special_tokens or spaces_between_special_tokens)
+        self._together = _special_ids(tokenizer) if together else frozenset()
         # Left out here, not by the decoder: a model that repeats its EOS would fill the window with silence.
         self._silent = _special_ids(tokenizer) if skip_special_tokens else frozenset()
         self._parts: list[str] = []
@@ -142,6 +147,13 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         if not ids:
             return ""
+        if self._together:  # no space between two special tokens: the text is decoded in parts that meet there
+            special = [token in self._together for token in ids]
+            cuts = [i for i in range(1, len(ids)) if special[i - 1] and special[i]]
+            return "".join(self._decode_part(ids[a:b]) for a, b in itertools.pairwise([0, *cuts, len(ids)]))
+        return self._decode_part(ids)
+
+    def _decode_part(self, ids: list[int]) -> str:
         # No clean-up: it rewrites what is already shown ("do" + " n't" -> "don't").
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
@@ -154,6 +166,8 @@ class TextUntilStop:
     What has been shown holds no character of a stop string: what may still become one is held back until it is
     decided, or until the end. Of stop strings that end at the same character, the one listed first counts.
 
+    One that ends within the first ``min_tokens`` tokens is text like any other.
+
     Not for two threads at once. Beside the detokenizer's cost, some 0.3 µs for each character and stop string.
     """
 
@@ -161,9 +175,10 @@ class TextUntilStop:
         self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         assert isinstance(params.stop, tuple)
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, params)
         self._matchers = [_Matcher(stop) for stop in params.stop]
         self._include = params.include_stop_str_in_output
+        self._num_exempt = params.min_tokens  # tokens to come that cannot end it
         self._held = ""
         self._parts: list[str] = []
         self._num_taken = 0  # parts, in `take`
@@ -190,7 +205,9 @@ class TextUntilStop:
         delta = self._detokenizer.push(token_ids, finish_reason)
         self._over = finish_reason is not None
         text = self._held + delta
-        found, end = self._find(delta)
+        exempt = self._num_exempt > 0
+        self._num_exempt -= len(token_ids)
+        found, end = self._find(delta, exempt)
         if found is not None:
             self._over, self._held = True, ""
             end += len(text) - len(delta) - (0 if self._include else len(found))
@@ -203,12 +220,15 @@ class TextUntilStop:
             self._parts.append(text[:end])
         return found
 
-    def _find(self, delta: str) -> tuple[str | None, int]:
-        """The stop string that ends first in what comes, and where it ends there."""
+    def _find(self, delta: str, exempt: bool) -> tuple[str | None, int]:
+        """The stop string that ends first in what comes, and where it ends there; none in text that is exempt."""
         for end, char in enumerate(delta, 1):
             # A list, not a generator: all of them must take the character.
-            if complete := [matcher.stop for matcher in self._matchers if matcher.add(char)]:
-                return complete[0], end
+            if complete := [matcher for matcher in self._matchers if matcher.add(char)]:
+                if not exempt:
+                    return complete[0].stop, end
+                for matcher in complete:
+                    matcher.go_on()
         return None, 0
 
 
@@ -231,7 +251,7 @@ class _Matcher:
         self.matched = 0
 
     def add(self, char: str) -> bool:
-        """One more character of the text; whether a stop string ends with it. Not to be called after that."""
+        """One more character of the text; whether a stop string ends with it: after that, ``go_on`` comes first."""
         stop, matched = self.stop, self.matched
         while matched and stop[matched] != char:
             matched = self._borders[matched - 1]
@@ -239,6 +259,51 @@ class _Matcher:
             matched += 1
         self.matched = matched
         return matched == len(stop)
+
+    def go_on(self) -> None:
+        """Look for the next one, which may begin inside the one that was found."""
+        self.matched = self._borders[-1]
+
+
+def make_detokenizer(
+    tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> Detokenizer:
+    """One for an answer to a prompt, as its parameters want the text."""
+    return Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
+
+
+TokenLogprobs = tuple[list[int], list[float], int]
+"""Of one token: ids, the sampled one first and then the most likely; their log-probabilities; the sampled one's rank"""
+
+
+def make_logprobs(
+    found: Iterable[TokenLogprobs], tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[int, Logprob]]:
+    """What a consumer gets of each token's; with the texts of the tokens, where there is a tokenizer."""
+    texts = {} if tokenizer is None else _texts_of(tokenizer)
+
+    def text(token: int) -> str | None:
+        if tokenizer is None:
+            return None
+        if token not in texts:
+            decoded = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            assert isinstance(decoded, str)
+            texts[token] = decoded
+        return texts[token]
+
+    return [
+        # A sampled token that is among the most likely ones has the same figures in both places.
+        {
+            token: Logprob(logprob, rank, text(token))
+            for token, logprob, rank in zip(ids, logprobs, (own_rank, *range(1, len(ids))), strict=True)
+        }
+        for ids, logprobs, own_rank in found
+    ]
+
+
+def cumulative_logprob(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> float:
+    """The log-probability of all these tokens together."""
+    return sum(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True))
 
 
 class OutputMaker:
@@ -250,52 +315,86 @@ class OutputMaker:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        metrics: RequestMetrics,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         self._request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
-        self._metrics = metrics
         self._kind = params.output_kind
-        self._token_ids: list[int] = []
-        self._detokenizer = None
+        self._detokenizers: list[Detokenizer | None] = [None] * params.n
         if tokenizer is not None and params.detokenize and not params.stop:
-            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._parts: list[str] = []
+            self._detokenizers = [make_detokenizer(tokenizer, prompt_token_ids, params) for _ in range(params.n)]
+        logprobs = None if params.logprobs is None else 0.0
+        self._answers = [
+            CompletionOutput(i, "", [], None, None, logprobs, None if logprobs is None else []) for i in range(params.n)
+        ]
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-        text: str | None = None,
-    ) -> RequestOutput | None:
-        """The output after these tokens; None where only the last output was asked for and this is not it.
-
-        ``text`` is that of the tokens where it is made already, as that of a request with stop strings is.
+    def add(self, chunks: Iterable[tuple[int, Chunk]], metrics: RequestMetrics) -> RequestOutput | None:
+        """The output after these chunks, each of the answer with this index; None where it is the last one that was
+        asked for, and this is not it.
         """
-        if text is None:
-            text = self._detokenizer.push(token_ids, finish_reason) if self._detokenizer else ""
-        if self._kind is RequestOutputKind.DELTA:
-            tokens = list(token_ids)
-        else:
-            self._token_ids += token_ids
-            self._parts.append(text)
-            if self._kind is RequestOutputKind.FINAL_ONLY and finish_reason is None:
+        new = [self._new(index, chunk) for index, chunk in chunks]
+        finished = all(answer.finished for answer in self._answers)
+        if self._kind is not RequestOutputKind.DELTA:
+            if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
                 return None
-            text = "".join(self._parts)
-            self._parts = [text]
-            tokens = self._token_ids.copy()
-        completion = CompletionOutput(0, text, tokens, finish_reason, stop_reason)
-        finished = finish_reason is not None
-        return RequestOutput(
-            self._request_id, self._prompt, self._prompt_token_ids, [completion], finished, self._metrics
+            new = [_copy(answer) for answer in self._answers]
+        return RequestOutput(self._request_id, self._prompt, self._prompt_token_ids, new, finished, metrics)
+
+    def _new(self, index: int, chunk: Chunk) -> CompletionOutput:
+        """What a chunk brings, which the whole answer takes in."""
+        whole, text, detokenizer = self._answers[index], chunk.text, self._detokenizers[index]
+        if text is None:
+            text = detokenizer.push(chunk.token_ids, chunk.finish_reason) if detokenizer else ""
+        whole.finish_reason, whole.stop_reason = chunk.finish_reason, chunk.stop_reason
+        together = self._kind is not RequestOutputKind.DELTA
+        if together:
+            whole.text += text
+            whole.token_ids += chunk.token_ids
+        if chunk.logprobs is not None:
+            assert whole.cumulative_logprob is not None and whole.logprobs is not None
+            whole.cumulative_logprob += cumulative_logprob(chunk.token_ids, chunk.logprobs)
+            if together:
+                whole.logprobs += chunk.logprobs
+        return CompletionOutput(
+            index,
+            text,
+            chunk.token_ids,
+            chunk.finish_reason,
+            chunk.stop_reason,
+            whole.cumulative_logprob,
+            chunk.logprobs,
         )
 
 
+def _copy(answer: CompletionOutput) -> CompletionOutput:
+    logprobs = None if answer.logprobs is None else answer.logprobs.copy()
+    return replace(answer, token_ids=answer.token_ids.copy(), logprobs=logprobs)
+
+
+def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The token sequences of each word: as it is, and as it is behind a space. None where it has no tokens.
+
+    Raises:
+        InvalidRequestError: a word cannot be encoded.
+    """
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for word in words:
+        plain, spaced = (
+            tuple(encode_prompt(tokenizer, space + word.lstrip(), add_special_tokens=False, what="bad_words item"))
+            for space in ("", " ")
+        )
+        if not plain:
+            found[word] = []
+        elif spaced[-len(plain) :] == plain:  # the space is a token of its own, and the rest is found anyhow
+            found[word] = [plain]
+        else:
+            found[word] = [plain, spaced]
+    return found
+
+
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_tokens: bool = True, what: str = "prompt"
 ) -> list[int]:
-    """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+    """Token ids of a prompt (or ``what`` errors call it), with the special tokens that the tokenizer puts around it.
 
     Safe from many threads, one at a time per tokenizer: a fast tokenizer changes its own state when it is called.
 
@@ -303,14 +402,14 @@ def encode_prompt(
         InvalidRequestError: there is no tokenizer, or the text cannot be encoded.
     """
     if tokenizer is None:
-        raise InvalidRequestError(f"prompt {_short(text)} is text, but there is no tokenizer: pass token ids")
+        raise InvalidRequestError(f"{what} {_short(text)} is text, but there is no tokenizer: pass token ids")
     with _lock_of(tokenizer):
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
             lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             why = error if lone is None else f"character {lone} is a lone surrogate, {text[lone]!r}"
-            raise InvalidRequestError(f"prompt {_short(text)} is not valid Unicode text: {why}") from None
+            raise InvalidRequestError(f"{what} {_short(text)} is not valid Unicode text: {why}") from None
     return list(ids)
 
 
@@ -437,12 +536,19 @@ def _short(value: Any) -> str:
 
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _specials: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-_guard = threading.Lock()  # for the two tables
+_token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()  # for the three tables
 
 
 def _lock_of(tokenizer: Any) -> threading.Lock:
     with _guard:
         return _locks.setdefault(tokenizer, threading.Lock())
+
+
+def _texts_of(tokenizer: Any) -> dict[int, str]:
+    """Texts of single tokens, filled as they are asked for: 21 decodes a token, some 0.2 ms, would be felt."""
+    with _guard:
+        return _token_texts.setdefault(tokenizer, {})
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

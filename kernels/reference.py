@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cbatch.kernels import slot_layout as layout
+
 
 def write_kv(
     k: Tensor,  # [num_tokens, num_kv_heads, k_head_dim]
@@ -254,47 +256,101 @@ def greedy(
     _keep_tokens(logits.argmax(dim=-1).int(), out_slots, last_tokens, sampled)
 
 
+def process_logits(
+    logits: Tensor,  # [num_rows, num_columns]
+    params: Tensor,  # [num_slots, NUM_WORDS] int32, as slot_layout says; so are counts and lists
+    counts: Tensor,  # [num_slots, num_columns] int32
+    lists: Tensor,  # [num_slots, num_list_words(num_columns)] int32
+    positions: Tensor,  # [num_tokens] int32
+    sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
+    out_slots: Tensor,  # [num_rows] int32: whose words, counts and lists
+) -> Tensor:
+    """The logits to draw from, [num_rows, num_columns] float32: those of rows that ask for nothing are theirs.
+
+    In this order: what is not allowed is -inf, and what would complete a bad word, and what cannot come before a later
+    position; biases are added; the repetition penalty divides positive logits of tokens in prompt or outputs and
+    multiplies negative ones; presence and frequency penalties are taken from those of outputs.
+    """
+    logits = logits.to(torch.float32, copy=True)
+    num_columns, width, most = logits.shape[1], layout.MAX_BAD_WORD_LEN, layout.MAX_BIASES
+    for row, slot, place in zip(logits, out_slots.tolist(), sample_rows.tolist(), strict=True):
+        words, state, position = params[slot], lists[slot], int(positions[place]) + 1
+        features, num_biases, num_bad_words = words[[layout.FEATURES, layout.NUM_BIASES, layout.NUM_BAD_WORDS]].tolist()
+        if features & layout.ALLOWED:
+            token = torch.arange(num_columns, device=logits.device)
+            allowed = (state[layout.MASK + token // 32] >> (token % 32)) & 1
+            row.masked_fill_(allowed == 0, -torch.inf)
+        if num_bad_words:
+            bad = state[layout.BAD_WORDS : layout.MASK].view(-1, width)[:num_bad_words]
+            recent = state[layout.RECENT + torch.arange(position - width + 1, position, device=logits.device) % width]
+            complete = ((bad[:, :-1] == recent) | (bad[:, :-1] < 0)).all(dim=1)
+            row[bad[complete, -1]] = -torch.inf
+        if num_biases:
+            ids, values, untils = state[layout.BIASES : layout.BAD_WORDS].view(3, most)[:, :num_biases]
+            known = ids < num_columns
+            row.index_add_(0, ids[known], values.view(torch.float32)[known])
+            row[ids[known & (position < untils)]] = -torch.inf
+        if features & layout.COUNTED:
+            repetition, presence, frequency = words[layout.REPETITION : layout.FREQUENCY + 1].view(torch.float32)
+            repeated = torch.where(row > 0, row / repetition, row * repetition)
+            times = counts[slot] >> 1
+            row.copy_(torch.where(counts[slot] > 0, repeated, row))
+            row.sub_(times * frequency + (times > 0) * presence)
+    return logits
+
+
 def draw(
     logits: Tensor,  # [num_rows, num_columns]
-    params: Tensor,  # [num_slots, 5] int32: float bits of temperature and top_p, top_k, two halves of the seed
+    params: Tensor,  # [num_slots, NUM_WORDS] int32, as slot_layout says
     positions: Tensor,  # [num_tokens] int32
     sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
     out_slots: Tensor,  # [num_rows] int32: whose params, and whose token it is
     last_tokens: Tensor,  # [num_slots] int32, changed in place
     sampled: Tensor,  # [at least num_rows] int32, changed in place
     *,
-    filtered: bool,  # whether some row asks for top-k or top-p
+    filtered: bool,  # whether some row asks for top-k, top-p or min-p
+    counts: Tensor | None = None,  # and lists: to be kept, changed in place
+    lists: Tensor | None = None,
 ) -> None:
     """Draw a token of each row from softmax(logits / temperature) over what ``thresholds`` keeps of it.
 
     The Gumbel-max trick, with noise that is a function of seed, position and token alone: the same in any batch. Rows
-    of temperature 0 take the first largest logit.
+    of temperature 0 take the first largest logit. A row whose logits are all -inf takes token 0.
     """
     logits = logits.float()
     largest = logits.argmax(dim=-1)
-    words = params.index_select(0, out_slots)
-    temperature = words[:, 0].view(torch.float32)
+    words, position = params.index_select(0, out_slots), positions.index_select(0, sample_rows) + 1
+    temperature = words[:, layout.TEMPERATURE].view(torch.float32)
     if filtered:
         logits = logits.masked_fill(logits < thresholds(logits, params, out_slots)[:, None], -torch.inf)
     # argmax(logits / t + g) without the division: a temperature of 1e-7 cannot overflow.
-    noise = gumbel(words[:, 3:], positions.index_select(0, sample_rows) + 1, logits.shape[-1])
+    noise = gumbel(words[:, layout.SEED : layout.SEED + 2], position, logits.shape[-1])
     drawn = noise.mul_(temperature[:, None]).add_(logits).argmax(dim=-1)
-    _keep_tokens(torch.where(temperature > 0, drawn, largest).int(), out_slots, last_tokens, sampled)
+    tokens = torch.where(temperature > 0, drawn, largest).int()
+    _keep_tokens(tokens, out_slots, last_tokens, sampled)
+    if counts is not None and lists is not None:
+        more = torch.where(words[:, layout.FEATURES] & layout.COUNTED != 0, layout.OUTPUT, 0).int()
+        counts.index_put_((out_slots, tokens), more, accumulate=True)
+        lists.index_put_((out_slots, layout.RECENT + position % layout.MAX_BAD_WORD_LEN), tokens)
 
 
 def thresholds(
     logits: Tensor,  # [num_rows, num_columns]
-    params: Tensor,  # [num_slots, 5] int32
+    params: Tensor,  # [num_slots, NUM_WORDS] int32
     out_slots: Tensor,  # [num_rows] int32
 ) -> Tensor:
     """The smallest logit that each row keeps, [num_rows] float32; -inf where it asks for all, or is greedy. Sorts.
 
     top-k keeps the k largest, and top-p of those the largest until they weigh top_p of what top-k kept: a logit stays
-    if those above it weigh less, exp((logit - largest) / temperature) each. Ties with the last one stay too.
+    if those above it weigh less, exp((logit - largest) / temperature) each. Ties with the last one stay too. min-p
+    cuts what is further below the largest than its margin.
     """
     logits, num_columns = logits.float(), logits.shape[-1]
     words = params.index_select(0, out_slots)
-    temperature, top_p, top_k = words[:, 0].view(torch.float32), words[:, 1].view(torch.float32), words[:, 2]
+    temperature, top_p, margin = (
+        words[:, word].view(torch.float32) for word in (layout.TEMPERATURE, layout.TOP_P, layout.MIN_P_MARGIN)
+    )
+    top_k = words[:, layout.TOP_K]
     k = torch.where(top_k > 0, top_k, num_columns).clamp(max=num_columns)
     ranked = logits.sort(dim=-1, descending=True).values
     in_k = torch.arange(num_columns, device=logits.device) < k[:, None]
@@ -306,7 +362,36 @@ def thresholds(
     in_p = (above.sub_(weights) < target) | (top_p >= 1)[:, None]
     kept = (in_p & in_k).sum(dim=-1, keepdim=True)
     cut = (temperature > 0) & ((k < num_columns) | (top_p < 1))
-    return ranked.gather(1, kept.clamp(min=1) - 1)[:, 0].masked_fill(~cut, -torch.inf)
+    floor = ranked.gather(1, kept.clamp(min=1) - 1)[:, 0].masked_fill(~cut, -torch.inf)
+    near = torch.where((temperature > 0) & (margin > -torch.inf), ranked[:, 0] + margin, -torch.inf)
+    return floor.maximum(near)
+
+
+def logprobs(
+    logits: Tensor,  # [num_rows, num_columns]
+    sampled: Tensor,  # [at least num_rows] int32
+    records: Tensor,  # [at least num_rows, num_record_words(k)] int32, changed in place
+) -> None:
+    """log_softmax of each row at the sampled token and at the k largest, in order, the lower id first of equals.
+
+    The sampled token's rank is its place in that order, from 1. Where there are fewer than k tokens, the last columns
+    have id -1 and -inf.
+    """
+    num_rows, num_columns = logits.shape
+    k = records.shape[1] // 2 - 2
+    logits, tokens = logits.float(), sampled[:num_rows, None].long()
+    # Integers that order as the logits do, and then as ids fall: no two are equal.
+    bits = (logits + 0.0).view(torch.int32)
+    order = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long().bitwise_left_shift_(32)
+    order |= 0x7FFFFFFF - torch.arange(num_columns, device=logits.device)
+    largest = order.topk(min(k, num_columns)).indices
+    ids = torch.cat([tokens, largest], dim=1)
+    largest_logit = logits.amax(dim=-1, keepdim=True)  # taken off before the sum is: 300 has no room for small parts
+    chosen = logits.gather(1, ids) - largest_logit - (logits - largest_logit).exp_().sum(dim=-1, keepdim=True).log()
+    spare = (0, max(k - num_columns, 0))
+    records[:num_rows, : k + 1] = F.pad(ids, spare, value=-1)
+    records[:num_rows, k + 1] = (order > order.gather(1, tokens)).sum(dim=-1) + 1
+    records[:num_rows, k + 2 : 2 * k + 3] = F.pad(chosen, spare, value=-torch.inf).view(torch.int32)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:

@@ -5,9 +5,10 @@ Knows rows of numbers; knows no request.
 Contract:
 - logits: [num_rows, num_columns] in bfloat16, float16 or float32, last dimension contiguous, any stride between rows.
 - all that is not logits is int32 and contiguous; floats among the params travel as their bits. Indices are trusted.
+  What the words of a slot mean is in ``slot_layout``.
 - a row's token is a function of that row: it has the same bits alone and in any batch. No float is added up in an order
-  that could vary.
-- nothing is sorted. A filter is a threshold on the logit, which is searched for from the highest bits of it down.
+  that could vary. Nor do its logits' dtype and the graph that its neighbours ask for change its token.
+- nothing is sorted. A filter is a threshold on the logit (``filters``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.kernels import slot_layout as layout
+from cbatch.kernels.filters import FMA, TEMPERATURE, thresholds
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # No kernel may call an argument "params": the launcher that Triton 3.6 generates has a variable of that name.
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
 CHUNK = 4096  # columns of one program that chooses: 32 rows of 128,256 are one wave of programs
-TILE = 4096  # columns that a program which searches a row looks at together
+
+SEED = tl.constexpr(layout.SEED)
+FEATURES = tl.constexpr(layout.FEATURES)
+COUNTED = tl.constexpr(layout.COUNTED)
+OUTPUT = tl.constexpr(layout.OUTPUT)
+RECENT = tl.constexpr(layout.RECENT)
+NUM_RECENT = tl.constexpr(layout.MAX_BAD_WORD_LEN)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_updates", "num_param_words"])
@@ -108,6 +116,17 @@ def _mix(x):
 
 
 @triton.jit
+def pack(score, column):
+    """score << 32 | how far the column is from the last one: the larger is the better, or the first of two as good.
+
+    The score is an integer that orders as the float does, with NaN above all.
+    """
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: they are as good
+    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - column)
+
+
+@triton.jit
 def _choose_kernel(
     logits,
     slot_params,
@@ -124,11 +143,7 @@ def _choose_kernel(
     FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the best column of one chunk of one row, as score << 32 | how far the column is from the last one.
-
-    So the larger of two such words is the better one, or the first of two as good. The score is an integer that orders
-    as the float does, with NaN above all.
-    """
+    """One program: the best column of one chunk of one row, packed."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -138,24 +153,21 @@ def _choose_kernel(
     score = tl.load(logits + row * row_stride + columns, mask=mask, other=-float("inf")).to(tl.float32)
     if NOISE:
         words = slot_params + tl.load(out_slots + row) * NUM_WORDS
-        temperature = tl.load(words).to(tl.float32, bitcast=True)
+        temperature = tl.load(words + TEMPERATURE).to(tl.float32, bitcast=True)
         random = temperature > 0
         if FILTERED:
             score = tl.where(score < tl.load(thresholds + row), -float("inf"), score)
             random = random & (tl.max(score, 0) > -float("inf"))  # few chunks have any of the top k
         if random:
             position = (tl.load(positions + tl.load(sample_rows + row)) + 1).to(tl.uint32, bitcast=True)
-            low = tl.load(words + 3).to(tl.uint32, bitcast=True)
-            high = tl.load(words + 4).to(tl.uint32, bitcast=True)
+            low = tl.load(words + SEED).to(tl.uint32, bitcast=True)
+            high = tl.load(words + SEED + 1).to(tl.uint32, bitcast=True)
             first = _mix(_mix(position * 0x9E3779B9 + low) ^ high)
             second = _mix(_mix(position ^ high) + low * 0x85EBCA6B)
             bits = _mix(_mix(columns.to(tl.uint32, bitcast=True) * 0x9E3779B9 + first) ^ second)
             uniform = ((bits >> 9).to(tl.float32) + 0.5) * (2.0**-23)
             score -= temperature * tl.log(-tl.log(uniform))
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: they are as good
-    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - columns)
-    chosen = tl.max(tl.where(mask, packed, -(2**63)), 0)
+    chosen = tl.max(tl.where(mask, pack(score, columns), -(2**63)), 0)
     if PDL:
         gdc_launch_dependents()
     tl.store(best + row * tl.num_programs(1) + chunk, chosen)
@@ -167,11 +179,20 @@ def _finish_kernel(
     out_slots,
     last_tokens,
     sampled,
+    slot_params,
+    positions,
+    sample_rows,
+    counts,
+    lists,
     num_chunks,
+    count_stride,
+    list_stride,
     PADDED: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the best chunk of one row."""
+    """One program: the best chunk of one row; with KEEP its slot's count of the token, and its recent tokens."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0)
@@ -183,6 +204,12 @@ def _finish_kernel(
         gdc_launch_dependents()
     tl.store(sampled + row, token)
     tl.store(last_tokens + slot, token)
+    if KEEP:
+        position = tl.load(positions + tl.load(sample_rows + row)) + 1
+        tl.store(lists + slot.to(tl.int64) * list_stride + RECENT + position % NUM_RECENT, token)
+        if tl.load(slot_params + slot * NUM_WORDS + FEATURES) & COUNTED:
+            count = counts + slot.to(tl.int64) * count_stride + token
+            tl.store(count, tl.load(count) + OUTPUT)
 
 
 def greedy(
@@ -200,21 +227,24 @@ def greedy(
 
 def draw(
     logits: Tensor,  # [num_rows, num_columns]
-    slot_params: Tensor,  # [num_slots, 5] int32: float bits of temperature and top_p, top_k, two halves of the seed
+    slot_params: Tensor,  # [num_slots, NUM_WORDS] int32
     positions: Tensor,  # [num_tokens] int32
     sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
     out_slots: Tensor,  # [num_rows] int32: whose parameters, and whose token it is
     last_tokens: Tensor,  # [num_slots] int32, changed in place
     sampled: Tensor,  # [at least num_rows] int32, changed in place
     *,
-    filtered: bool,  # whether some row asks for top-k or top-p
+    filtered: bool,  # whether some row asks for top-k, top-p or min-p
+    counts: Tensor | None = None,  # and lists: to be kept, changed in place
+    lists: Tensor | None = None,
 ) -> None:
     """Draw a token of each row from softmax(logits / temperature) over what ``thresholds`` keeps of it.
 
-    Rows of temperature 0 take the first largest logit. Two launches, three if ``filtered``.
+    Rows of temperature 0 take the first largest logit. A row whose logits are all -inf takes token 0. Two launches,
+    three if ``filtered``.
     """
     limits = thresholds(logits, slot_params, out_slots) if filtered else None
-    _choose(logits, out_slots, last_tokens, sampled, slot_params, positions, sample_rows, limits)
+    _choose(logits, out_slots, last_tokens, sampled, slot_params, positions, sample_rows, limits, counts, lists)
 
 
 def _choose(
@@ -226,22 +256,26 @@ def _choose(
     positions: Tensor | None = None,
     sample_rows: Tensor | None = None,
     limits: Tensor | None = None,
+    counts: Tensor | None = None,
+    lists: Tensor | None = None,
 ) -> None:
     num_rows, num_columns = logits.shape
     num_chunks = triton.cdiv(num_columns, CHUNK)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     pdl = pdl_options(logits.device)
+    num_words = 0 if slot_params is None else slot_params.shape[1]
+    words = out_slots if slot_params is None else slot_params  # what a launch does not read is any tensor
+    places = [out_slots if tensor is None else tensor for tensor in (positions, sample_rows)]
     _choose_kernel[(num_rows, num_chunks)](
         logits,
-        out_slots if slot_params is None else slot_params,
-        out_slots if positions is None else positions,
-        out_slots if sample_rows is None else sample_rows,
+        words,
+        *places,
         out_slots,
         out_slots if limits is None else limits,
         best,
         num_columns,
         logits.stride(0),
-        NUM_WORDS=0 if slot_params is None else slot_params.shape[1],
+        NUM_WORDS=num_words,
         BLOCK=CHUNK,
         NOISE=slot_params is not None,
         FILTERED=limits is not None,
@@ -254,166 +288,17 @@ def _choose(
         out_slots,
         last_tokens,
         sampled,
+        words,
+        *places,
+        out_slots if counts is None else counts,
+        out_slots if lists is None else lists,
         num_chunks,
+        0 if counts is None else counts.stride(0),
+        0 if lists is None else lists.stride(0),
         PADDED=triton.next_power_of_2(num_chunks),
+        NUM_WORDS=num_words,
+        KEEP=counts is not None,
         num_warps=1,
         **FMA,
         **pdl,
     )
-
-
-# The search for a threshold. A key is an unsigned integer of as many bits as the logits have, which orders as they do:
-# a positive number's bits above the sign bit, a negative number's that far below it, so that -0.0 meets 0.0.
-
-
-@triton.jit
-def _logit(key, DTYPE: tl.constexpr):
-    """The logit of a key, as float32. Some integers are the key of none: NaN, which no logit reaches."""
-    SIGN: tl.constexpr = 1 << (DTYPE.primitive_bitwidth - 1)
-    bits = tl.where(key >= SIGN, key - SIGN, (SIGN - 1) - key + SIGN + 1)
-    if DTYPE.primitive_bitwidth == 16:
-        bits = bits.to(tl.uint16)
-    return bits.to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
-    """What the logits from ``first`` up weigh, 2^((logit - top) scale) each, and those from ``second``, from ``third``.
-
-    Added up in an order that ``num`` fixes.
-    """
-    lane = tl.arange(0, TILE)
-    from_first = tl.zeros((TILE,), tl.float32)
-    from_second = tl.zeros((TILE,), tl.float32)
-    from_third = tl.zeros((TILE,), tl.float32)
-    for start in tl.range(0, num, TILE, loop_unroll_factor=4):  # four tiles of loads in flight
-        logit = tl.load(logits + start + lane, mask=start + lane < num, other=-float("inf")).to(tl.float32)
-        weight = tl.exp2((logit - top) * scale)
-        from_first = tl.where(logit >= first, from_first + weight, from_first)
-        from_second = tl.where(logit >= second, from_second + weight, from_second)
-        from_third = tl.where(logit >= third, from_third + weight, from_third)
-    return tl.sum(from_first, 0), tl.sum(from_second, 0), tl.sum(from_third, 0)
-
-
-@triton.jit
-def _search(logits, num, top, scale, target, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """The largest key from which up the logits weigh ``target``, and what those above it weigh. Two bits a pass.
-
-    At scale 0 each logit weighs 1. Where all of them weigh less: no key of a logit above -inf.
-    """
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    key = tl.full((), 0, tl.uint32)
-    above = 0.0
-    for digit in range(BITS // 2):
-        step = tl.full((), 1, tl.uint32) << (BITS - 2 - 2 * digit)
-        one, two, three = _logit(key + step, DTYPE), _logit(key + 2 * step, DTYPE), _logit(key + 3 * step, DTYPE)
-        from_one, from_two, from_three = _weigh(logits, num, top, scale, one, two, three, TILE)
-        if from_three >= target:
-            key += 3 * step
-        elif from_two >= target:
-            key += 2 * step
-            above = from_three
-        elif from_one >= target:
-            key += step
-            above = from_two
-        else:
-            above = from_one
-    return key, above
-
-
-@triton.jit
-def _threshold_kernel(
-    logits,
-    slot_params,
-    out_slots,
-    candidates,
-    thresholds,
-    num_columns,
-    row_stride,
-    NUM_WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program: one row. A row without filters is not read.
-
-    A row is some tiles of lanes. The largest logit of each lane is a logit, so as soon as these alone are k, or
-    weigh top_p of all, the threshold is none of those below, and only the lanes that reach it are searched: few, unless
-    the filter keeps much of the row.
-    """
-    DTYPE: tl.constexpr = logits.dtype.element_ty
-    LOWEST: tl.constexpr = 1 << DTYPE.fp_mantissa_width  # the key of -inf
-    if PDL:
-        gdc_wait()
-    program = tl.program_id(0).to(tl.int64)
-    row = logits + program * row_stride
-    num_tiles = tl.cdiv(num_columns, TILE)
-    candidates += program * ((num_tiles + 1) * TILE)
-    words = slot_params + tl.load(out_slots + program) * NUM_WORDS
-    temperature = tl.load(words).to(tl.float32, bitcast=True)
-    top_p = tl.load(words + 1).to(tl.float32, bitcast=True)
-    k = tl.load(words + 2)
-    in_k = (k > 0) & (k < num_columns)
-    floor = tl.full((), LOWEST, tl.uint32)
-    if (temperature > 0) & (in_k | (top_p < 1)):
-        lane = tl.arange(0, TILE)
-        best = tl.full((TILE,), -float("inf"), tl.float32)
-        for start in tl.range(0, num_columns, TILE, loop_unroll_factor=4):
-            logit = tl.load(row + start + lane, mask=start + lane < num_columns, other=-float("inf"))
-            best = tl.maximum(best, logit.to(tl.float32))
-        top = tl.max(best, 0)
-        scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-        none = float("inf")
-        first_top, first_scale, target = 0.0, 0.0, k.to(tl.float32)
-        if not in_k:
-            first_top, first_scale = top, scale
-            target = top_p * _weigh(row, num_columns, top, scale, -none, none, none, TILE)[0]
-
-        tl.store(candidates + lane, best.to(DTYPE))
-        tl.debug_barrier()  # a thread reads what others have written
-        bound, _ = _search(candidates, TILE, first_top, first_scale, target, DTYPE, TILE)
-        kept = best >= _logit(tl.maximum(bound, LOWEST), DTYPE)
-        place = tl.cumsum(kept.to(tl.int32), 0) - 1
-        num_kept = tl.sum(kept.to(tl.int32), 0)
-        for tile in range(num_tiles):
-            columns = tile * TILE + lane
-            logit = tl.load(row + columns, mask=kept & (columns < num_columns), other=-float("inf"))
-            tl.store(candidates + tile * num_kept + place, logit, mask=kept)
-        tl.store(candidates + num_tiles * num_kept + lane, tl.full((TILE,), -float("inf"), DTYPE))
-        tl.debug_barrier()
-
-        num = tl.cdiv(num_tiles * num_kept, TILE) * TILE
-        key, above = _search(candidates, num, first_top, first_scale, target, DTYPE, TILE)
-        floor = tl.maximum(floor, key)
-        if in_k & (top_p < 1):
-            total = _weigh(candidates, num, top, scale, _logit(floor + 1, DTYPE), none, none, TILE)[0]
-            tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # each of those that equal the k-th largest
-            total += (k - above) * tied
-            floor = tl.maximum(floor, _search(candidates, num, top, scale, top_p * total, DTYPE, TILE)[0])
-    if PDL:
-        gdc_launch_dependents()
-    tl.store(thresholds + program, _logit(floor, DTYPE))
-
-
-def thresholds(
-    logits: Tensor,  # [num_rows, num_columns]
-    slot_params: Tensor,  # [num_slots, 5] int32
-    out_slots: Tensor,  # [num_rows] int32
-) -> Tensor:
-    """The smallest logit that each row keeps, [num_rows] float32; -inf where it asks for all, or is greedy."""
-    num_rows, num_columns = logits.shape
-    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    _threshold_kernel[(num_rows,)](
-        logits,
-        slot_params,
-        out_slots,
-        logits.new_empty(num_rows, (triton.cdiv(num_columns, TILE) + 1) * TILE),
-        out,
-        num_columns,
-        logits.stride(0),
-        NUM_WORDS=slot_params.shape[1],
-        TILE=TILE,
-        num_warps=16,
-        **FMA,
-        **pdl_options(logits.device),
-    )
-    return out

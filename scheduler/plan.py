@@ -180,3 +180,4 @@ class Landed:
     tokens: NDArray[np.int32]
     finished: list[Finish]
     num_wasted: int  # rows computed for a sequence that had already ended, or was preempted or aborted
+    rows: NDArray[np.intp] | None  # which of the step's sampled rows these are; None for all

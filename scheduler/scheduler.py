@@ -701,8 +701,9 @@ class Scheduler:
             self._release_slot(sequence)
             self._finish(sequence, "stop", int(live_tokens[i]), finished)
         if keep is None:
-            return Landed(plan.sequences, tokens, finished, 0)
-        return Landed(plan.sequences[keep], tokens[keep], finished, int(keep.size - np.count_nonzero(keep)))
+            return Landed(plan.sequences, tokens, finished, 0, None)
+        kept = np.flatnonzero(keep)
+        return Landed(plan.sequences[kept], tokens[kept], finished, keep.size - kept.size, kept)
 
     def _stopped(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> list[int]:
         """Which of the rows have a token that stops their sequence."""

@@ -102,7 +102,7 @@ def test_prefill_counts_the_operations_of_a_prompt(run, tiny, tmp_path):
 
 def test_a_window_of_decode_has_exactly_the_batch_asked_for(tiny):
     model = load_model(tiny, load_format="dummy", model_impl="auto")
-    args = Namespace(batches=[2, 5], contexts=[40], steps=10, profiled_steps=0, depth=None)
+    args = Namespace(sampling=["greedy"], batches=[2, 5], contexts=[40], steps=10, profiled_steps=0, depth=None)
     runs = list(decode.windows(model, "async", args, bandwidth=1e10))
     assert [run["num_requests"] for run in runs] == [2, 5]
     assert all(8 < run["mean_context"] < 40 + decode.ROOM for run in runs)

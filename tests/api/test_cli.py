@@ -77,6 +77,18 @@ def test_generate_prints_one_answer_as_it_comes(run, tiny_model):
     assert line["finish_reason"] == "length"
 
 
+def test_generate_takes_penalties_and_gives_several_answers(run, tiny_model):
+    options = ("--model", tiny_model, "--max-tokens", 8, "--seed", 1)
+    shape = ("--min-p", 0.1, "--repetition-penalty", 1.5, "--presence-penalty", 1, "--frequency-penalty", 0.5, "-n", 3)
+    answer = run("generate", "hello", *options, *shape, "--json")
+    lines = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert [len(line["token_ids"]) for line in lines] == [8, 8, 8]
+    assert len({tuple(line["token_ids"]) for line in lines}) == 3
+    assert run("generate", "hello", *options, *shape).stdout.count("hello") >= 3
+    refused = run("generate", "hello", *options, "--presence-penalty", 3)
+    assert one_line(refused) and "presence_penalty=3.0" in refused.stderr
+
+
 def test_generate_answers_many_and_reads_stdin(run, tiny_model):
     options = ("--model", tiny_model, "--max-tokens", 3, "--seed", 1, "--json")
     many = run("generate", "hello", "world", *options)

@@ -9,7 +9,7 @@ import cbatch
 
 PUBLIC = {
     *("LLM", "AsyncLLM", "Engine", "EngineConfig", "RequestHandle"),
-    *("SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "RequestMetrics"),
+    *("SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"),
     *("CBatchError", "ConfigError", "InvalidRequestError", "PromptTooLongError", "DuplicateRequestError"),
     *("UnsupportedModelError", "ModelNotFoundError", "EngineClosedError", "EngineDeadError"),
     "__version__",

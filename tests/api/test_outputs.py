@@ -2,7 +2,7 @@
 
 import pickle
 
-from cbatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cbatch.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 def test_outputs_pickle():
@@ -10,7 +10,7 @@ def test_outputs_pickle():
         request_id="a",
         prompt="Hello",
         prompt_token_ids=[1, 2],
-        outputs=[CompletionOutput(0, " you", [3, 4], "stop", 4)],
+        outputs=[CompletionOutput(0, " you", [3], "stop", 4, -0.5, [{3: Logprob(-0.5, 1, " you")}])],
         finished=True,
         metrics=RequestMetrics(arrival_time=1.0, num_preemptions=2),
     )

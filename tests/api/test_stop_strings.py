@@ -394,3 +394,17 @@ def test_long_stop_string_costs_no_more():
         until.push([token])
     assert until.text == "a" * 500 + "c"
     assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "count"), [(0, "", 2), (1, "", 2), (2, "abc", 5), (4, "abc", 5), (5, "abcabca", 9)]
+)
+def test_stop_string_within_min_tokens_is_text(min_tokens, text, count):
+    """As a stop token could not come there. One that begins there and ends later counts."""
+    answer = run(letters("abcabcaab"), "ab", 9, min_tokens=min_tokens, include_stop_str_in_output=False)
+    assert (answer.text, len(answer.token_ids)) == (text, count)
+
+
+def test_stop_string_that_overlaps_one_within_min_tokens():
+    answer = run(letters("aaab"), "aa", 4, min_tokens=2)
+    assert (answer.text, len(answer.token_ids)) == ("a", 3)

@@ -4,10 +4,11 @@ import random
 import threading
 
 import pytest
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from cbatch.errors import InvalidRequestError
-from cbatch.text import Detokenizer, PromptLike, encode_prompt, render_chat
+from cbatch.text import Detokenizer, PromptLike, bad_word_ids, encode_prompt, render_chat
 from tests.api.tiny import CHAT_TEMPLATE, byte_level, sentencepiece_like, spaced, straddling
 
 FAMILY = "👨‍👩‍👧‍👦"  # four emoji joined by zero-width joiners: 25 bytes, one glyph
@@ -300,3 +301,36 @@ def test_added_token_that_is_not_special_stays_in_the_text():
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("<hidden>", special=True)])
     ids = tokenizer.encode("hello<think>a<hidden>b")
     assert "".join(stream(tokenizer, [], ids)) == plain(tokenizer, ids) == "hello<think>ab"
+
+
+def test_special_tokens_stand_together_where_asked():
+    """A decoder of words puts a space in front of each token; those between two special tokens can be left out."""
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, cls_token="[CLS]", sep_token="[SEP]")
+    ids = [3, 1, 2, 2, 4, 4, 2, 3] * 8
+
+    def streamed(*options):
+        detokenizer = Detokenizer(tokenizer, [4], *options)
+        return "".join(detokenizer.push([token]) for token in ids)
+
+    part = " a [CLS][SEP][SEP] b b [SEP] a"
+    assert streamed(False, False) == part * 8
+    assert streamed(False, True) == " a [CLS] [SEP] [SEP] b b [SEP] a" * 8
+    assert streamed(True, False) == streamed(True, True) == " a b b a" * 8
+
+
+def test_bad_words_are_banned_at_the_start_and_behind_a_space(tokenizer):
+    """Were only one of the two, the model would say the other."""
+    found = bad_word_ids(tokenizer, ["hello", " world", "fox jumps", "你", " "])
+    assert list(found) == ["hello", " world", "fox jumps", "你", " "]
+    assert found.pop(" ") == []
+    for word, sequences in found.items():
+        shown = [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in sequences]
+        assert shown[0].strip() == word.strip()
+        text = tokenizer.encode(f"a {word.strip()}", add_special_tokens=False)
+        assert any(tuple(text[-len(ids) :]) == ids for ids in sequences), "it could still come behind a space"
+    with pytest.raises(InvalidRequestError, match=r"bad_words item 'a.ud800' is not valid Unicode"):
+        bad_word_ids(tokenizer, ["a\ud800"])

@@ -30,12 +30,17 @@ ASKED = [  # neighbours in one batch
     SamplingParams(temperature=1.0, top_p=1e-6),
     SamplingParams(temperature=1.0, top_k=10**6, top_p=0.95),
     SamplingParams(temperature=1.3, top_k=3000, top_p=0.8),  # more than the largest logits of the lanes can tell
+    SamplingParams(temperature=0.8, min_p=0.05),
+    SamplingParams(temperature=1.5, top_k=200, top_p=0.99, min_p=0.01),
 ]
 
 
 def params_of(asked: list[SamplingParams], device: str) -> Tensor:
-    """[len(asked) + 1, 5]: one slot each, and the dummy, which asks for something too."""
-    words = [encode(params, seed=40 + i)[0] for i, params in enumerate([*asked, ASKED[4]])]
+    """[len(asked) + 1, NUM_PARAMS]: one slot each, and the dummy, which asks for something too."""
+    words = [
+        encode(params, 40 + i, prompt_len=1, stop_ids=(), bad_word_ids=()).words
+        for i, params in enumerate([*asked, ASKED[4]])
+    ]
     return torch.from_numpy(np.stack(words)).to(device)
 
 
@@ -116,12 +121,12 @@ def test_greedy_takes_the_first_of_the_largest(device, dtype, vocab, rows):
 @vocabularies
 @pytest.mark.parametrize("spread", [3.0] if INTERPRETED else [1.0, 5.0])
 def test_mixed_rows_draw_as_the_twin_does(device, dtype, vocab, spread):
-    from cbatch.kernels import sampling
+    from cbatch.kernels import filters, sampling
 
     rows = len(ASKED)
     logits, params = spread * random(rows, vocab, device=device, dtype=dtype), params_of(ASKED, device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
-    cuts = sampling.thresholds(logits, params, slots), reference.thresholds(logits, params, slots)
+    cuts = filters.thresholds(logits, params, slots), reference.thresholds(logits, params, slots)
     # A sum of 262,144 weights in another order may fall on the other side of top_p: by a token or two of float32.
     between = (logits >= torch.minimum(*cuts)[:, None]) & (logits < torch.maximum(*cuts)[:, None])
     assert between.sum(-1).max() <= (2 if dtype == torch.float32 else 0)
@@ -146,10 +151,21 @@ def test_noise_is_the_twins_at_every_position(device, dtype, rows):
 
 
 @targets
+@vocabularies
+def test_logits_made_float32_have_the_thresholds_they_had(device, dtype, vocab):
+    """Beside a row with penalties all rows become float32: a seed must draw the same tokens there."""
+    from cbatch.kernels import filters
+
+    logits, params = 3 * random(len(ASKED), vocab, device=device, dtype=dtype, seed=6), params_of(ASKED, device)
+    slots = torch.arange(len(ASKED), dtype=torch.int32, device=device)
+    assert torch.equal(filters.thresholds(logits, params, slots), filters.thresholds(logits.float(), params, slots))
+
+
+@targets
 def test_ties_with_the_last_one_stay_and_weigh_as_many_as_are_in_k(device, dtype):
     """Eight logits of 4, eight of 3, the rest 0. top_k=12 reaches into the second eight: all of those stay, but four
     count for top_p. The first eight weigh 8 / (8 + 4 / e) = 0.845 of those twelve, and 0.731 of all sixteen."""
-    from cbatch.kernels import sampling
+    from cbatch.kernels import filters
 
     logits = torch.zeros(8, 5000, device=device, dtype=dtype)
     logits[:, 10:170:20], logits[:, 4500:4900:50] = 4, 3
@@ -159,13 +175,13 @@ def test_ties_with_the_last_one_stay_and_weigh_as_many_as_are_in_k(device, dtype
     ]
     slots = torch.arange(8, dtype=torch.int32, device=device)
     params, expected = params_of(asked, device), [4, 3, 4, 3, 3, 4, 0, -torch.inf]
-    for ops in (sampling, reference):
+    for ops in (filters, reference):
         assert ops.thresholds(logits, params, slots).tolist() == expected
 
 
 @targets
 def test_signs_infinities_and_constant_rows(device, dtype):
-    from cbatch.kernels import sampling
+    from cbatch.kernels import filters, sampling
 
     vocab = 9000
     least = torch.finfo(dtype).min
@@ -180,9 +196,9 @@ def test_signs_infinities_and_constant_rows(device, dtype):
         ]
     )
     slots = torch.arange(len(logits), dtype=torch.int32, device=device)
-    for params in (SamplingParams(top_p=0.7), SamplingParams(top_k=5, top_p=0.7)):
+    for params in (SamplingParams(min_p=0.1), SamplingParams(top_p=0.7), SamplingParams(top_k=5, top_p=0.7)):
         words = params_of([params] * len(logits), device)
-        got, expected = (ops.thresholds(logits, words, slots) for ops in (sampling, reference))
+        got, expected = (ops.thresholds(logits, words, slots) for ops in (filters, reference))
         assert torch.equal(logits >= got[:, None], logits >= expected[:, None])
     options = {"slots": slots.tolist(), "positions": [9] * len(logits), "filtered": True}
     tokens = tokens_of(sampling, logits, words, **options)
@@ -193,7 +209,7 @@ def test_signs_infinities_and_constant_rows(device, dtype):
 @targets
 def test_a_row_has_the_same_bits_in_any_batch(device, dtype):
     """Alone, beside others, in another row, at another flag: its threshold and token are functions of the row."""
-    from cbatch.kernels import sampling
+    from cbatch.kernels import filters, sampling
 
     rows, vocab = len(ASKED), 8 * 1000
     logits, params = 2 * random(rows, vocab, device=device, dtype=dtype), params_of(ASKED, device)
@@ -205,9 +221,9 @@ def test_a_row_has_the_same_bits_in_any_batch(device, dtype):
         alone = logits[i : i + 1]
         assert tokens_of(sampling, alone, params, [i], [positions[i]], filtered=i > 1) == [together[i]]
     slots = torch.arange(rows, dtype=torch.int32, device=device)[3:5]
-    limits = sampling.thresholds(logits[3:5], params, slots)
+    limits = filters.thresholds(logits[3:5], params, slots)
     for i in (0, 1):
-        assert torch.equal(sampling.thresholds(logits[3 + i : 4 + i], params, slots[i : i + 1]), limits[i : i + 1])
+        assert torch.equal(filters.thresholds(logits[3 + i : 4 + i], params, slots[i : i + 1]), limits[i : i + 1])
 
 
 def test_under_the_interpreter():

@@ -1,0 +1,191 @@
+"""What top-k, top-p and min-p leave of a row, as a threshold on the logit, in Triton. Nothing is sorted.
+
+Contract as in ``sampling``. The threshold is searched for from the highest bits of it down.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.kernels import slot_layout as layout
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+
+FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+TILE = 4096  # columns that a program looks at together
+
+TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
+TOP_P = tl.constexpr(layout.TOP_P)
+TOP_K = tl.constexpr(layout.TOP_K)
+MIN_P_MARGIN = tl.constexpr(layout.MIN_P_MARGIN)
+
+# A key is an unsigned integer of as many bits as the logits have, which orders as they do: a positive number's bits
+# above the sign bit, a negative number's that far below it, so that -0.0 meets 0.0. A row has the same threshold from
+# logits of 16 bits and from the same logits in float32.
+
+
+@triton.jit
+def _logit(key, DTYPE: tl.constexpr):
+    """The logit of a key, as float32. Some integers are the key of none: NaN, which no logit reaches."""
+    SIGN: tl.constexpr = 1 << (DTYPE.primitive_bitwidth - 1)
+    bits = tl.where(key >= SIGN, key - SIGN, (SIGN - 1) - key + SIGN + 1)
+    if DTYPE.primitive_bitwidth == 16:
+        bits = bits.to(tl.uint16)
+    return bits.to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
+    """What the logits from ``first`` up weigh, 2^((logit - top) scale) each, and those from ``second``, from ``third``.
+
+    Added up as whole numbers of 2^-40, so that the order is nothing: the compiler deals the lanes out in another one
+    when the logits are float32. A row of 2^22 tokens still fits.
+    """
+    lane = tl.arange(0, TILE)
+    from_first = tl.zeros((TILE,), tl.int64)
+    from_second = tl.zeros((TILE,), tl.int64)
+    from_third = tl.zeros((TILE,), tl.int64)
+    for start in tl.range(0, num, TILE, loop_unroll_factor=4):  # four tiles of loads in flight
+        logit = tl.load(logits + start + lane, mask=start + lane < num, other=-float("inf")).to(tl.float32)
+        weight = (tl.where(logit > -float("inf"), tl.exp2((logit - top) * scale), 0.0) * 2.0**40).to(tl.int64)
+        from_first = tl.where(logit >= first, from_first + weight, from_first)
+        from_second = tl.where(logit >= second, from_second + weight, from_second)
+        from_third = tl.where(logit >= third, from_third + weight, from_third)
+    return _weight(from_first), _weight(from_second), _weight(from_third)
+
+
+@triton.jit
+def _weight(lanes):
+    return tl.sum(lanes, 0).to(tl.float32) * 2.0**-40
+
+
+@triton.jit
+def _search(logits, num, top, scale, target, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    """The largest key from which up the logits weigh ``target``, and what those above it weigh. Two bits a pass.
+
+    At scale 0 each logit weighs 1. Where all of them weigh less: no key of a logit above -inf.
+    """
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
+    key = tl.full((), 0, tl.uint32)
+    above = 0.0
+    for digit in range(BITS // 2):
+        step = tl.full((), 1, tl.uint32) << (BITS - 2 - 2 * digit)
+        one, two, three = _logit(key + step, DTYPE), _logit(key + 2 * step, DTYPE), _logit(key + 3 * step, DTYPE)
+        from_one, from_two, from_three = _weigh(logits, num, top, scale, one, two, three, TILE)
+        if from_three >= target:
+            key += 3 * step
+        elif from_two >= target:
+            key += 2 * step
+            above = from_three
+        elif from_one >= target:
+            key += step
+            above = from_two
+        else:
+            above = from_one
+    return key, above
+
+
+@triton.jit
+def _threshold_kernel(
+    logits,
+    slot_params,
+    out_slots,
+    candidates,
+    thresholds,
+    num_columns,
+    row_stride,
+    NUM_WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one row. A row without filters is not read.
+
+    A row is some tiles of lanes. The largest logit of each lane is a logit, so as soon as these alone are k, or
+    weigh top_p of all, the threshold is none of those below, and only the lanes that reach it are searched: few, unless
+    the filter keeps much of the row.
+    """
+    DTYPE: tl.constexpr = logits.dtype.element_ty
+    LOWEST: tl.constexpr = 1 << DTYPE.fp_mantissa_width  # the key of -inf
+    if PDL:
+        gdc_wait()
+    program = tl.program_id(0).to(tl.int64)
+    row = logits + program * row_stride
+    num_tiles = tl.cdiv(num_columns, TILE)
+    candidates += program * ((num_tiles + 1) * TILE)
+    words = slot_params + tl.load(out_slots + program) * NUM_WORDS
+    temperature = tl.load(words + TEMPERATURE).to(tl.float32, bitcast=True)
+    top_p = tl.load(words + TOP_P).to(tl.float32, bitcast=True)
+    margin = tl.load(words + MIN_P_MARGIN).to(tl.float32, bitcast=True)
+    k = tl.load(words + TOP_K)
+    in_k = (k > 0) & (k < num_columns)
+    near = -float("inf")
+    floor = tl.full((), LOWEST, tl.uint32)
+    if (temperature > 0) & (in_k | (top_p < 1) | (margin > near)):
+        lane = tl.arange(0, TILE)
+        best = tl.full((TILE,), -float("inf"), tl.float32)
+        for start in tl.range(0, num_columns, TILE, loop_unroll_factor=4):
+            logit = tl.load(row + start + lane, mask=start + lane < num_columns, other=-float("inf"))
+            best = tl.maximum(best, logit.to(tl.float32))
+        top = tl.max(best, 0)
+        if margin > near:
+            near = top + margin
+        if in_k | (top_p < 1):
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
+            none = float("inf")
+            first_top, first_scale, target = 0.0, 0.0, k.to(tl.float32)
+            if not in_k:
+                first_top, first_scale = top, scale
+                target = top_p * _weigh(row, num_columns, top, scale, -none, none, none, TILE)[0]
+
+            tl.store(candidates + lane, best.to(DTYPE))
+            tl.debug_barrier()  # a thread reads what others have written
+            bound, _ = _search(candidates, TILE, first_top, first_scale, target, DTYPE, TILE)
+            # A lane of -inf alone has nothing to find: where few tokens are allowed, most are such.
+            kept = (best >= _logit(tl.maximum(bound, LOWEST), DTYPE)) & (best > -none)
+            place = tl.cumsum(kept.to(tl.int32), 0) - 1
+            num_kept = tl.sum(kept.to(tl.int32), 0)
+            for tile in range(num_tiles):
+                columns = tile * TILE + lane
+                logit = tl.load(row + columns, mask=kept & (columns < num_columns), other=-float("inf"))
+                tl.store(candidates + tile * num_kept + place, logit, mask=kept)
+            tl.store(candidates + num_tiles * num_kept + lane, tl.full((TILE,), -float("inf"), DTYPE))
+            tl.debug_barrier()
+
+            num = tl.cdiv(num_tiles * num_kept, TILE) * TILE
+            key, above = _search(candidates, num, first_top, first_scale, target, DTYPE, TILE)
+            floor = tl.maximum(floor, key)
+            if in_k & (top_p < 1):
+                total = _weigh(candidates, num, top, scale, _logit(floor + 1, DTYPE), none, none, TILE)[0]
+                tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # each of those that equal the k-th largest
+                total += (k - above) * tied
+                floor = tl.maximum(floor, _search(candidates, num, top, scale, top_p * total, DTYPE, TILE)[0])
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(thresholds + program, tl.maximum(_logit(floor, DTYPE), near))
+
+
+def thresholds(
+    logits: Tensor,  # [num_rows, num_columns]
+    slot_params: Tensor,  # [num_slots, NUM_WORDS] int32
+    out_slots: Tensor,  # [num_rows] int32
+) -> Tensor:
+    """The smallest logit that each row keeps, [num_rows] float32; -inf where it asks for all, or is greedy."""
+    num_rows, num_columns = logits.shape
+    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _threshold_kernel[(num_rows,)](
+        logits,
+        slot_params,
+        out_slots,
+        logits.new_empty(num_rows, (triton.cdiv(num_columns, TILE) + 1) * TILE),
+        out,
+        num_columns,
+        logits.stride(0),
+        NUM_WORDS=slot_params.shape[1],
+        TILE=TILE,
+        num_warps=16,
+        **FMA,
+        **pdl_options(logits.device),
+    )
+    return out
