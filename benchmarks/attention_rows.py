@@ -154,8 +154,9 @@ def on_cpu() -> dict[str, float]:
     """TorchAttention at SmolLM2's shape, beside the time to read K and V and the way that gathers everything."""
     torch.set_num_threads(2)
     lens = torch.linspace(50, 400, 32).round().int().tolist()
-    pages = Pages(lens, 30, 9, 3, 64, torch.float32, "cpu")
-    backend, b = make_backend("torch", torch.device("cpu")), pages.batch
+    backend = make_backend("torch", torch.device("cpu"))
+    pages = Pages(lens, 30, 9, 3, 64, torch.float32, "cpu", heads_first=backend.heads_first)
+    b = pages.batch
 
     def attend(layer: tuple[Tensor, Tensor]) -> Tensor:
         return backend.attend(pages.q, pages.k, pages.v, *layer, 0, scale=pages.scale)

@@ -16,7 +16,7 @@ With softmax, masks, the write of K and V and the plan a step takes 33 ms, measu
 (`python -m benchmarks.kernels --device cpu`); gathering all rows and attending under one mask takes more than 1,000.
 
 Pages hold head behind head: what is gathered of a page and head is a matrix of one bmm over all of them, and a head's
-values follow each other. That takes 4 to 16% off a step, for contexts of 45 to 1,000.
+values follow each other. That takes 0 to 16% off a step, for contexts of 45 to 1,000.
 
 Few operators count as much as few bytes. The engine computes in a thread of its own, and where another thread of the
 process has used OpenMP too, libgomp has more threads than there are cores and lets them sleep between operators: some
