@@ -131,7 +131,8 @@ def _threshold_kernel(
         top = tl.max(best, 0)
         if margin > near:
             near = top + margin
-        if in_k | (top_p < 1):
+        # Where no token is allowed there is nothing to weigh: the difference of two infinities is no number.
+        if (in_k | (top_p < 1)) & (top > -float("inf")):
             scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
             none = float("inf")
             first_top, first_scale, target = 0.0, 0.0, k.to(tl.float32)
