@@ -41,6 +41,7 @@ class BlockTables:
         self._group_stride = (num_slots + 1) * num_columns
         self._group_base = (np.arange(num_groups, dtype=np.int64) * self._group_stride)[:, None]
         self._changed: list[NDArray[np.int64]] = []  # flat indices
+        self._copies: dict[int, tuple[Ints, Ints]] = {}  # by slot: from which block, which is held, to which of its own
         if self.windows:
             self._set_drop_at(np.arange(num_slots + 1))
 
@@ -85,6 +86,35 @@ class BlockTables:
         self.tables[:, slot, : len(prefix)] = columns
         self.num_columns[slot] = len(prefix)
         self._note(self._slot_base[slot] + np.arange(len(prefix)))
+
+    def fork(self, parent: int, slot: int, num_tokens: int) -> bool:
+        """A free slot's row begins with the blocks of another one, which hold ``num_tokens`` tokens.
+
+        Whole blocks are shared, and never written again by either. What is in the last one is copied by the next step.
+        False, and nothing done, if the other one's windows have moved on so far that something is missing.
+        """
+        count, rest = divmod(num_tokens, self._size)
+        firsts = [self._first_column(window, num_tokens) for window, _ in self.windows]
+        if any(first < held for first, held in zip(firsts, self.first_columns[:, parent].tolist(), strict=True)):
+            return False
+        columns = self.tables[:, parent, :count].copy()
+        for i, (_, groups) in enumerate(self.windows):
+            columns[groups, : firsts[i]] = DUMMY_BLOCK
+            self.first_columns[i, slot] = firsts[i]
+        if self.windows:
+            self._set_drop_at(slot)
+        self._blocks.hold(columns[columns != DUMMY_BLOCK])
+        self.tables[:, slot, :count] = columns
+        self.num_columns[slot] = count
+        self._note(self._slot_base[slot] + np.arange(count))
+        if rest:
+            self.extend(slot, 1)
+            source = self.tables[:, parent, count].copy()
+            if parent in self._copies and count == self.num_columns[parent] - 1:  # its own copy is not made yet
+                source = self._copies[parent][0]
+            self._blocks.hold(source)
+            self._copies[slot] = source, self.tables[:, slot, count].copy()
+        return True
 
     def extend(self, slot: int, count: int) -> None:
         """Take blocks for ``count`` more columns of one slot."""
@@ -138,6 +168,8 @@ class BlockTables:
 
     def clear(self, slot: int) -> None:
         """Give all blocks of a slot back, the deepest first to be taken again."""
+        if slot in self._copies:
+            self._blocks.let_go(self._copies.pop(slot)[0])
         count = self.num_columns[slot]
         row = self.tables[:, slot, :count]
         blocks = row.T[::-1].ravel()
@@ -150,14 +182,14 @@ class BlockTables:
 
     # ---- for the device
 
-    def write_changes(self, host: HostBatch) -> tuple[int, int]:
-        """Write what changed since the last time, as it is now.
+    def write_changes(self, host: HostBatch) -> tuple[int, int, int]:
+        """Write what changed since the last time, as it is now, and what is to be copied.
 
-        Returns how many entries, and how many more that overflow. An entry that changed twice may stand there twice,
-        with the same value.
+        Returns how many entries, how many more that overflow, and how many copies. An entry that changed twice may
+        stand there twice, with the same value.
         """
         if not self._changed:
-            return 0, 0
+            return 0, 0, 0
         index = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
         self._changed.clear()
         room = host.table_index.size
@@ -169,10 +201,20 @@ class BlockTables:
         count = min(index.size, room)
         host.table_index[:count] = index[:count]
         host.table_value[:count] = values[:count]
-        num_overflow = index.size - count
-        if num_overflow:
+        num_overflow, num_copies = index.size - count, 0
+        if self._copies:
+            sources, own = (np.concatenate(blocks) for blocks in zip(*self._copies.values(), strict=True))
+            num_copies = sources.size
+            host.write_spare(index[count:], values[count:], sources, own)
+            self._blocks.let_go(sources, of_many=True)  # whoever takes them writes them in a later step
+            self._copies.clear()
+        elif num_overflow:
             host.write_spare(index[count:], values[count:])
-        return count, num_overflow
+        return count, num_overflow, num_copies
+
+    def copied_blocks(self) -> list[int]:
+        """The blocks that are held to be copied, for ``check``."""
+        return [block for sources, _ in self._copies.values() for block in sources.tolist()]
 
     def _note(self, cells: NDArray[np.int64]) -> None:
         """Cells (slot and column) of all groups have changed."""

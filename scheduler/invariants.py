@@ -55,6 +55,7 @@ def _check_slots(scheduler: Scheduler, running: list[int]) -> None:
     free = [*scheduler._free_slots, t.dummy_slot]
     assert not tables.tables[:, free].any() and not tables.first_columns[:, free].any(), "a free slot holds blocks"
     assert scheduler._prefilling == sorted(prefilling, key=lambda s: s.rank), "prefills out of order"
+    assert scheduler._forked <= set(prefilling), "a fork is remembered that has begun, or ended"
     assert scheduler.num_in_flight >= 0
 
 
@@ -70,11 +71,13 @@ def _check_blocks(scheduler: Scheduler, running: list[int]) -> None:
     blocks, tables = scheduler.blocks, scheduler.block_tables
     held = tables.tables[:, running].ravel()
     counts = np.bincount(held[held != DUMMY_BLOCK], minlength=blocks.num_blocks)
+    np.add.at(counts, tables.copied_blocks(), 1)
     every = np.concatenate([blocks.blank_blocks(), blocks.cached_blocks(), np.flatnonzero(counts)])
     assert np.array_equal(np.sort(every), np.arange(1, blocks.num_blocks)), "a block is lost or doubled"
     assert np.array_equal(counts, blocks.ref_counts), "references do not add up"
     assert not blocks.published[blocks.blank_blocks()].any(), "a blank block is published"
     assert blocks.published[blocks.cached_blocks()].all(), "a cached block is not published"
+    np.subtract.at(counts, tables.copied_blocks(), 1)
     for slot in running:
         own = tables.tables[:, slot, int(scheduler.tables.num_computed[slot]) // scheduler.block_size :]
         assert (counts[own[own != DUMMY_BLOCK]] == 1).all(), "a block that is still written is shared"

@@ -77,7 +77,8 @@ class HostBatch:
     param_slots, param_values       sampling state of slots that have a new owner
 
     What few steps have stands behind the layout, in the slab's spare words, one array after the other: changes of the
-    block tables that *overflow* the bucket, all their indices and then all their blocks.
+    block tables that *overflow* the bucket (all their indices, then all their blocks), and the blocks to copy before
+    the model runs (all sources, then all destinations; none is both).
     """
 
     __slots__ = (
@@ -140,11 +141,12 @@ class StepSizes:
     max_query_len: int
     max_context_len: int
     num_overflow: int = 0  # changes of the block tables behind the layout
+    num_copies: int = 0  # blocks to copy
 
     @property
     def num_spare_words(self) -> int:
         """Words behind the layout that are in use."""
-        return 2 * self.num_overflow
+        return 2 * (self.num_overflow + self.num_copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

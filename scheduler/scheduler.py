@@ -97,6 +97,7 @@ class Scheduler:
         self._watermark = num_blocks // 100
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
+        self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -124,9 +125,9 @@ class Scheduler:
     @property
     def num_spare_words(self) -> int:
         """Most int32 words that a step has behind the layout of its slab."""
-        # Cached prefixes, and a few times what a step computes: shared and dropped blocks.
+        # Cached and forked prefixes, and a few times what a step computes: shared and dropped blocks; and the copies.
         columns = self.max_num_batched_tokens // self.block_size + self.tables.max_num_seqs
-        return 2 * self.num_groups * (self.max_shared_columns + 5 * columns)
+        return 2 * self.num_groups * (self.max_shared_columns + 5 * columns + self.tables.max_num_seqs)
 
     @property
     def num_running(self) -> int:
@@ -147,6 +148,32 @@ class Scheduler:
         assert self.blocks_for(sequence.max_len - 1) <= self.blocks.num_usable
         self._give_rank(sequence)
         self._waiting.add(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Start a new sequence that begins with the tokens of a running one, on what is computed of them.
+
+        The child shares whole blocks with the parent, as far as its tokens are those that have landed there and been
+        computed; what goes on into the next block is copied before the next step. At least one token is computed. The
+        parent goes on. False, and nothing done, if there is no slot or no room: then ``add`` the child.
+        """
+        t, slot, num_tokens = self.tables, parent.slot, len(child.token_ids)
+        assert slot >= 0 and parent.cache_salt == child.cache_salt and num_tokens < child.max_len <= self.max_model_len
+        assert self.blocks_for(child.max_len - 1) <= self.blocks.num_usable
+        most = min(num_tokens - 1, int(t.num_computed[slot]), int(t.num_landed[slot]))
+        departures = (child.token_ids[:most] != t.tokens[slot, :most]).nonzero()[0]
+        num_computed = int(departures[0]) if departures.size else most
+        num_shared = num_computed // self.block_size
+        num_columns = num_shared + sum(forked.num_cached_tokens for forked in self._forked) // self.block_size
+        wanted = (-(-num_tokens // self.block_size) - num_shared) * self.num_groups + self._reserved()
+        if not self._free_slots or num_columns > self.max_shared_columns or wanted > self.blocks.num_free:
+            return False
+        prefix = self._published(parent, num_shared)
+        if not self.block_tables.fork(slot, self._free_slots[-1], num_computed):
+            return False
+        self._give_rank(child)
+        self._take_slot(child, prefix, num_computed)
+        self._forked.add(child)
+        return True
 
     def _give_rank(self, sequence: Sequence) -> None:
         assert abs(sequence.priority) <= MAX_PRIORITY
@@ -225,6 +252,7 @@ class Scheduler:
         t.set_stop_ids(slot, frozenset())
         t.sequences[slot] = None
         self._free_slots.append(slot)
+        self._forked.discard(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
@@ -270,6 +298,9 @@ class Scheduler:
             if budget > 0 and sequence.slot >= 0 and (num_tokens := self._grow_prefill(sequence, budget)):
                 chunks.append((sequence, num_tokens))
                 budget -= num_tokens
+                if sequence in self._forked:
+                    self._forked.discard(sequence)
+                    admitted.append(sequence)
         self._admit(budget, chunks, admitted)
         return chunks
 
@@ -317,7 +348,7 @@ class Scheduler:
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
-        num_columns = sum(started.num_cached_tokens for started in admitted) // self.block_size
+        num_columns = sum(started.num_cached_tokens for started in (*admitted, *self._forked)) // self.block_size
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
                 break
@@ -574,7 +605,7 @@ class Scheduler:
             slots = np.concatenate((slots, np.array(sampled, np.intp)))
         num_samples = int(slots.size)
 
-        num_updates, num_overflow = self.block_tables.write_changes(host)
+        num_updates, num_overflow, num_copies = self.block_tables.write_changes(host)
         for i, sequence in enumerate(admitted):
             host.param_slots[i] = sequence.slot
             if sequence.sampling_bits is not None:
@@ -593,6 +624,7 @@ class Scheduler:
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
                 num_overflow=num_overflow,
+                num_copies=num_copies,
             ),
             flags=int(np.bitwise_or.reduce(t.flags[slots])) if num_samples else 0,
             slots=slots,

@@ -86,6 +86,7 @@ class Driver:
         self.taken: set[int] = set()  # blocks, by the step that was planned last
         self._spy_on_take()
         self.num_wasted = 0
+        self.has_forked = False
         self.num_steps = 0
         self.num_computed = 0  # tokens, over all steps
 
@@ -95,6 +96,19 @@ class Driver:
         self.scheduler.add(sequence)
         self.results[sequence.arrival] = result
         return sequence
+
+    def fork(self, parent: Sequence, prompt: list[int], max_len: int, **options: Any) -> Sequence:
+        """A sequence that begins with what a running one has computed; added as any other if that has no room."""
+        result = Result()
+        options = {"payload": result, "cache_salt": parent.cache_salt, **options}
+        child = Sequence(np.array(prompt, np.int32), max_len, **options)
+        if self.scheduler.fork(parent, child):
+            self.has_forked = True
+        else:
+            self.scheduler.add(child)
+        self._check()
+        self.results[child.arrival] = result
+        return child
 
     def step(self) -> bool:
         """Launch and land as the engine's loop does; False if nothing was left to do."""
@@ -154,8 +168,13 @@ class Driver:
     def _compute(self, plan: StepPlan) -> np.ndarray[Any, Any]:
         host, sizes, s = plan.host, plan.sizes, self.scheduler
         if s.prefix_cache is None and not any(s.windows):
-            assert not sizes.num_overflow
-        flat, overflow = self.tables.reshape(-1), host.spare_words[: 2 * sizes.num_overflow].reshape(2, -1)
+            assert not sizes.num_overflow or self.has_forked
+        behind, words = 2 * sizes.num_overflow, host.spare_words
+        flat, overflow = self.tables.reshape(-1), words[:behind].reshape(2, -1)
+        sources, own = words[behind : behind + 2 * sizes.num_copies].reshape(2, -1)
+        assert not set(sources.tolist()) & set(own.tolist()) and len(set(own.tolist())) == own.size
+        pages = self.pages.reshape(-1, s.block_size)
+        pages[own] = pages[sources]
         flat[host.table_index] = host.table_value
         flat[overflow[0]] = overflow[1]
         assert np.array_equal(flat[host.table_index], host.table_value), "an entry has two values"

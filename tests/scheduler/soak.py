@@ -28,6 +28,7 @@ def live(seed: int) -> World:
         policy=rng.choice(POLICIES),
         prefix_caching=rng.random() < 0.8,
     )
+    forks = rng.choice((0, 0, 0.2, 0.7))  # probability of one more in a step
     load = rng.choice((0.2, 0.5, 1.0, 3.0))  # requests a step
     for _ in range(rng.choice((30, 100))):
         for _ in range(int(load) + (rng.random() < load % 1)):
@@ -40,6 +41,9 @@ def live(seed: int) -> World:
                 prompt = prompt + rng.choices(range(97), k=rng.randint(not prompt, 4))
                 salt = rng.choice((b"", b"", b"a"))
                 world.submit(prompt, rng.randint(1, MAX_LEN), stop, rng.randint(-1, 1), salt)
+        while world.requests and rng.random() < forks:
+            recent = range(max(0, len(world.requests) - 6), len(world.requests))
+            world.fork(rng.choice(recent), rng.randint(1, MAX_LEN), rng.choices(range(97), k=rng.randint(1, 2)), 9)
         if world.requests and rng.random() < 0.1:
             world.abort(rng.randrange(len(world.requests)))
         if rng.random() < 0.01:

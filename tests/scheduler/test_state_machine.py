@@ -48,6 +48,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.follow_up(data.draw(st.integers(0, len(self.world.requests) - 1)), tail, room)
 
     @precondition(lambda self: self.world.requests)
+    @rule(
+        data=st.data(),
+        keep=st.integers(1, MAX_LEN),
+        tail=st.lists(TOKENS, min_size=1, max_size=3),
+        room=st.integers(1, MAX_LEN),
+    )
+    def fork(self, data: st.DataObject, keep: int, tail: list[int], room: int) -> None:
+        self.world.fork(data.draw(st.integers(0, len(self.world.requests) - 1)), keep, tail, room)
+
+    @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.integers(0, len(self.world.requests) - 1)))

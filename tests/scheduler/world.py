@@ -76,6 +76,18 @@ class World:
         request = self.requests[index]
         self.submit([*request.prompt, *request.tokens, *new], room, salt=request.sequence.cache_salt)
 
+    def fork(self, index: int, keep: int, new: list[int], room: int) -> None:
+        """A branch: some of what a running request has computed so far, and something new behind it."""
+        request = self.requests[index]
+        sequence = request.sequence
+        if sequence.slot < 0:
+            return
+        prompt = [*request.prompt, *request.tokens][:keep] + new
+        prompt = prompt[: MAX_LEN - 1]
+        max_len = min(len(prompt) + room, MAX_LEN)
+        child = self.driver.fork(sequence, prompt, max_len, priority=sequence.priority)
+        self.requests.append(Request(child, prompt, max_len, ()))
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.driver.step()
