@@ -2,8 +2,7 @@
 
 Contract of every kernel here:
 - q, k, v: [num_tokens, heads, head_dim], last dimension contiguous, any other stride (slices of a fused QKV are fine).
-- k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride. Fastest is a
-  page in which the tokens of a head lie together (``heads_first``).
+- k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride.
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
 - offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
@@ -707,9 +706,8 @@ class TritonAttention:
 
     max_head_dim = MAX_HEAD_DIM
     capturable = True
-    heads_first = (
-        False  # a head's tokens together gained 1 to 2% at 32 rows and lost 3% at 256 (``benchmarks.attention_sweep``)
-    )
+    # Between two runs: 1 to 2% gained at 32 rows, 3% lost at 256. ``benchmarks.attention_sweep`` is to settle it in one.
+    heads_first = False
 
     def __init__(self, device: torch.device) -> None:
         """Raise ValueError for a device that Triton has no kernels for."""
