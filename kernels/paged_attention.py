@@ -706,7 +706,7 @@ class TritonAttention:
 
     max_head_dim = MAX_HEAD_DIM
     capturable = True
-    # Between two runs: 1 to 2% gained at 32 rows, 3% lost at 256. ``benchmarks.attention_sweep`` is to settle it in one.
+    # Between two runs: 1 to 2% gained at 32 rows, 3% lost at 256. ``benchmarks.attention_sweep`` is to settle it.
     heads_first = False
 
     def __init__(self, device: torch.device) -> None:
