@@ -46,6 +46,7 @@ from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
+from cbatch.precompile import precompile
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
@@ -98,6 +99,10 @@ class Engine:
         self._vocab_size = model.vocab_size
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
+        if model.device.type == "cuda":
+            precompile(model, config, groups)
+            self.startup_s["kernels"] = time.perf_counter() - begin
+            begin = time.perf_counter()
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.startup_s["memory"] = time.perf_counter() - begin
