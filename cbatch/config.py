@@ -75,6 +75,7 @@ _RANGES = {
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 2**16),
     "num_blocks": (2, 2**31 - 1),
+    "max_queue_size": (1, 2**31 - 1),
     "depth": (1, 64),
 }
 
@@ -96,6 +97,8 @@ class EngineConfig:
         enable_prefix_caching: keep the keys and values of past requests while their blocks are not needed, and take
             them over where a prompt begins with the same tokens. None: yes, unless the model is a module that you
             handed in, whose weights you may change (``Engine.reset_prefix_cache`` forgets what old weights have made).
+        max_queue_size: most answers that may wait to start; one request more is refused with ``EngineOverloadedError``.
+            None: any number.
         scheduling_policy: who starts first: ``"fcfs"``, by arrival; ``"priority"``, those whose ``priority`` is the
             smaller number, before which others may be displaced; ``"longest_prefix"``, of the next 64 the one of which
             most is cached.
@@ -124,6 +127,7 @@ class EngineConfig:
     schedule: Literal["async", "sync"] = "async"
     enable_prefix_caching: bool | None = None
     scheduling_policy: Policy = "fcfs"
+    max_queue_size: int | None = None
     depth: int | None = None
     attention: Literal["auto", "torch", "triton"] = "auto"
     model_impl: Literal["auto", "transformers", "decoder"] = "auto"

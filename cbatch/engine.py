@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
+from cbatch.backlog import Backlog
 from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
 from cbatch.errors import (
@@ -58,6 +59,8 @@ from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
 from cbatch.text import TextUntilStop, bad_word_ids
 from cbatch.timeline import StepTimes, Timeline
+
+_MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -149,6 +152,7 @@ class Engine:
         self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
         self._inbox: list[tuple[str, Sequence | None]] = []
         self._live: dict[str, RequestHandle] = {}
+        self._backlog = Backlog(config.max_queue_size)
         self._closing = False
         self._error: BaseException | None = None
         self._ids = itertools.count()
@@ -202,13 +206,14 @@ class Engine:
 
     def admit(self) -> bool:
         """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
+        self._backlog.expire()
         if not (self._inbox or self._closing) and (self._in_flight or self.scheduler.has_work):
             return True
         with self._changed:
             while not (self._inbox or self._closing or self._in_flight or self.scheduler.has_work):
                 self._lane.idle()
                 self._changed.wait()
-            inbox, self._inbox = self._inbox, []
+            inbox, self._inbox = self._inbox[:_MAX_ORDERS], self._inbox[_MAX_ORDERS:]
             closing = self._closing
         for order, sequence in inbox:
             if sequence is None:
@@ -217,6 +222,7 @@ class Engine:
                 self.scheduler.abort(sequence)
             else:
                 self.scheduler.add(sequence)
+                self._backlog.watch(_handle(sequence))
         return not closing
 
     def launch(self) -> Step | None:
@@ -251,6 +257,7 @@ class Engine:
         # Not ``sequence.slot``: one that ends by length in this very step has given it back already.
         for sequence, slot in zip(plan.admitted, plan.host.param_slots.tolist(), strict=False):
             handle = _handle(sequence)
+            self._backlog.leave(handle)
             handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
             handle.metrics.num_preemptions = sequence.num_preemptions
             if not sequence.num_preemptions:
@@ -360,6 +367,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> RequestHandle:
         """Queue a request, from any thread. ``params`` None means the model's own ``generation_config``.
 
@@ -368,18 +376,22 @@ class Engine:
         Args:
             priority: with ``scheduling_policy="priority"``, the smaller goes first.
             cache_salt: cached prefixes are shared with requests of the same salt only.
+            timeout_s: if it has not ended by then, it ends with ``"timeout"``, whether it waits or runs.
 
         Raises:
             InvalidRequestError: a prompt or parameter out of range; PromptTooLongError and DuplicateRequestError too.
+            EngineOverloadedError: ``max_queue_size`` wait already.
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
         if self._closing or self._error is not None:
             raise self._ending()
+        self._backlog.check(1, request_id)  # before any work is done for it
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
         priority = self._limits.priority(priority, request_id)
         salt = self._limits.cache_salt(cache_salt, request_id)
+        timeout_s = self._limits.timeout(timeout_s, request_id)
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
         stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
         banned = self._limits.bans(params, bad_words, stop_ids, request_id)
@@ -398,6 +410,7 @@ class Engine:
                 request_id = next(name for i in self._ids if (name := str(i)) not in self._live)
             elif request_id in self._live:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
+            self._backlog.check(params.n, request_id)
             now = time.monotonic()
             children = []
             for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
@@ -415,9 +428,11 @@ class Engine:
                     cache_salt=salt,
                 )
                 child.metrics.arrival_time = now
+                child.deadline = None if timeout_s is None else now + timeout_s
                 children.append(child)
             handle = children[0] if params.n == 1 else ParallelHandle(request_id, tuple(children))
             self._live[request_id] = handle
+            self._backlog.enter(children)
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
@@ -441,6 +456,7 @@ class Engine:
 
     def _ended(self, handle: RequestHandle, aborted: bool) -> None:
         """Called once for each answer, before its consumer hears of the end: after the last, the id is free again."""
+        self._backlog.leave(handle)
         with self._lock:
             whole = self._live[handle.parent_id]
             whole.num_unfinished -= 1

@@ -48,6 +48,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers every prompt; the outputs stand in the order of the prompts.
@@ -58,12 +59,14 @@ class LLM:
                 ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
             sampling_params: one for all prompts or one for each. None: what the model's generation_config asks for.
             priority: one for all or one for each; with ``scheduling_policy="priority"`` the smaller goes first.
+            timeout_s: what has not ended by then ends with the ``finish_reason`` ``"timeout"``.
             use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; the message has its number in the list,
                 counted from 0. Then none of this call is: what the engine had already taken of it is aborted. Other
                 callers never notice.
+            EngineOverloadedError: more prompts than ``max_queue_size`` lets wait.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
             KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
         """
@@ -71,7 +74,7 @@ class LLM:
         params = _one_each(sampling_params, len(taken))
         tokenizer = self.engine.tokenizer
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
-        options = _options(priority, [prompt.cache_salt for prompt in taken])
+        options = _options(priority, [prompt.cache_salt for prompt in taken], timeout_s)
         return self._run("prompt", encoded, params, options, use_tqdm)
 
     def chat(
@@ -83,6 +86,7 @@ class LLM:
         add_generation_prompt: bool = True,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """``generate`` for conversations, written out by the model's chat template.
@@ -91,7 +95,7 @@ class LLM:
             messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end with the opening of the assistant's turn.
-            priority, cache_salt: as for ``generate``; the salt is that of all.
+            priority, cache_salt, timeout_s: as for ``generate``; the salt is that of all.
 
         Raises:
             InvalidRequestError: also where there is no chat template.
@@ -113,7 +117,8 @@ class LLM:
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
         encoded = _each("conversation", conversations, encode)
-        return self._run("conversation", encoded, params, _options(priority, [cache_salt] * len(encoded)), use_tqdm)
+        options = _options(priority, [cache_salt] * len(encoded), timeout_s)
+        return self._run("conversation", encoded, params, options, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, as when weights have changed; see ``Engine.reset_prefix_cache``."""
@@ -174,12 +179,14 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
     return results
 
 
-def _options(priority: int | Sequence[int], salts: list[Any]) -> list[dict[str, Any]]:
+def _options(priority: int | Sequence[int], salts: list[Any], timeout_s: float | None) -> list[dict[str, Any]]:
     """What ``Engine.submit`` gets beside the prompt and its parameters, for each."""
     each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
     if len(each) != len(salts):
         raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
-    return [{"priority": one, "cache_salt": salt} for one, salt in zip(each, salts, strict=True)]
+    return [
+        {"priority": one, "cache_salt": salt, "timeout_s": timeout_s} for one, salt in zip(each, salts, strict=True)
+    ]
 
 
 def _listed(prompts: Any) -> list[Any]:
