@@ -40,7 +40,8 @@ def live(seed: int) -> World:
                 prompt = rng.choice(STREAMS)[: rng.randint(0, MAX_LEN)]
                 prompt = prompt + rng.choices(range(97), k=rng.randint(not prompt, 4))
                 salt = rng.choice((b"", b"", b"a"))
-                world.submit(prompt, rng.randint(1, MAX_LEN), stop, rng.randint(-1, 1), salt)
+                skip = rng.random() < 0.1
+                world.submit(prompt, rng.randint(1, MAX_LEN), stop, rng.randint(-1, 1), salt, skip)
         while world.requests and rng.random() < forks:
             recent = range(max(0, len(world.requests) - 6), len(world.requests))
             world.fork(rng.choice(recent), rng.randint(1, MAX_LEN), rng.choices(range(97), k=rng.randint(1, 2)), 9)

@@ -64,11 +64,18 @@ class World:
         self.scheduler = self.driver.scheduler
 
     def submit(
-        self, prompt: list[int], room: int, stop: tuple[int, ...] = (), priority: int = 0, salt: bytes = b""
+        self,
+        prompt: list[int],
+        room: int,
+        stop: tuple[int, ...] = (),
+        priority: int = 0,
+        salt: bytes = b"",
+        skip: bool = False,
     ) -> None:
         prompt = prompt[: MAX_LEN - 1]
         max_len = min(len(prompt) + room, MAX_LEN)
-        sequence = self.driver.add(prompt, max_len, stop, priority=priority, cache_salt=salt)
+        options = {"priority": priority, "cache_salt": salt, "skip_reading_prefix_cache": skip}
+        sequence = self.driver.add(prompt, max_len, stop, **options)
         self.requests.append(Request(sequence, prompt, max_len, stop))
 
     def follow_up(self, index: int, new: list[int], room: int) -> None:
@@ -115,6 +122,7 @@ class World:
                 assert sequence.payload.finish is None  # type: ignore[attr-defined]
             else:
                 assert request.tokens == expected
+            assert not sequence.skip_reading_prefix_cache or not sequence.num_cached_tokens
         self.scheduler.check()
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_usable
         self.reset()
