@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=20_000, help="new tokens of those, more than they need")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the undisturbed window")
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--itl-target-ms", type=float, default=10.5, help="of the engine; 0: none")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)
@@ -83,6 +84,7 @@ def main() -> None:
     options = {
         "max_num_seqs": args.num_running + 1,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "itl_target_ms": args.itl_target_ms or None,
         "max_model_len": max(args.prompt_len + 1, args.short_len + args.most_tokens),
     }
     with Engine.from_model(model, **options) as engine:
@@ -94,6 +96,7 @@ def main() -> None:
         "model": args.shape,
         "num_running": args.num_running,
         "prompt_len": args.prompt_len,
+        "itl_target_ms": args.itl_target_ms or None,
         **figures,
     }
     save(args.json, report)

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first so many requests")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--itl-target-ms", type=float, help="of the engine")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)
@@ -70,7 +71,8 @@ def main() -> None:
     report: dict[str, Any] = {"environment": environment(args.device), "model": args.shape, "runs": []}
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     model: Any = load_model(args.shape, dtype=dtype, device=args.device, load_format="dummy", model_impl="auto")
-    options = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+    names = ("max_num_seqs", "max_num_batched_tokens", "itl_target_ms")
+    options = {name: getattr(args, name) for name in names}
     with Engine.from_model(model, max_model_len=max(map(sum, lengths)), **options) as engine:
         warm_up(engine, random_prompts(4, 64, model.vocab_size, 1))
         for seed, rate in enumerate(args.rates):

@@ -51,6 +51,7 @@ from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Landed, StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
@@ -136,6 +137,8 @@ class Engine:
         )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
+        if config.itl_target_ms is not None:
+            self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
@@ -271,7 +274,10 @@ class Engine:
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        num_samples = step.plan.sizes.num_samples
+        sizes = step.plan.sizes
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
+        num_samples = sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:

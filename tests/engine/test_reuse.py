@@ -217,6 +217,29 @@ def test_a_fork_goes_on_from_a_copy_of_the_last_block(device: str) -> None:
         assert tokens(engine.submit(prompt + answer[:3] + [7], greedy())) == [forked]
 
 
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_tokens_equal_solo_with_chunks_sized_by_time(schedule: str) -> None:
+    with start(schedule=schedule, itl_target_ms=1e-6, max_num_batched_tokens=200) as engine:
+        sizes = []
+        plan = engine.scheduler.plan
+
+        def noting(host_batch: Any) -> Any:
+            step = plan(host_batch)
+            if step is not None and step.sizes.num_decodes:
+                sizes.append(step.sizes.num_tokens - step.sizes.num_decodes)
+            return step
+
+        engine.scheduler.plan = noting  # type: ignore[method-assign]
+        for _ in range(2):
+            handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+            assert [tokens(handle) for handle in handles] == alone()
+        assert 0 < max(sizes[10:]) <= 32
+        at_rest(engine)
+    for wrong in (0, -1.0, float("inf"), "5", True):
+        with pytest.raises(ConfigError, match=f"itl_target_ms is {wrong!r}"):
+            start(itl_target_ms=wrong)
+
+
 # ---- who shares with whom
 
 

@@ -27,6 +27,7 @@ def live(seed: int) -> World:
         spare_blocks=rng.choice((0, 2, 5, 10, 40)),
         policy=rng.choice(POLICIES),
         prefix_caching=rng.random() < 0.8,
+        target_ms=rng.choice((None, None, 3.0, 9.0)),
     )
     forks = rng.choice((0, 0, 0.2, 0.7))  # probability of one more in a step
     load = rng.choice((0.2, 0.5, 1.0, 3.0))  # requests a step

@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 20),
         policy=st.sampled_from(POLICIES),
         prefix_caching=st.booleans(),
+        target_ms=st.sampled_from([None, None, 3.0, 9.0]),
     )
     def start(self, **options: object) -> None:
         self.world = World(**options)  # type: ignore[arg-type]

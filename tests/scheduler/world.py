@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.sequence import Sequence, Status
 from tests.scheduler.driver import VOCAB, Driver, make, solo
 
@@ -46,6 +47,7 @@ class World:
     spare_blocks: int = 4  # of the pool, beyond one sequence of full length
     policy: str = "fcfs"
     prefix_caching: bool = True
+    target_ms: float | None = None  # of a step, where a token takes 1
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,8 @@ class World:
         smallest = make(**options).blocks_for(MAX_LEN - 1)
         self.driver = Driver(make(**options, num_blocks=1 + smallest + self.spare_blocks), self.depth)
         self.scheduler = self.driver.scheduler
+        if self.target_ms is not None:
+            self.scheduler.pace = Pace(self.target_ms)
 
     def submit(
         self,
