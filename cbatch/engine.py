@@ -43,6 +43,7 @@ from cbatch.errors import (
     InvalidRequestError,
 )
 from cbatch.executor import Executor, suitable_backend
+from cbatch.host_pages import num_host_blocks
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
@@ -116,6 +117,7 @@ class Engine:
                 windows=tuple(group.spec.window for group in groups),
                 policy=config.scheduling_policy,
                 prefix_caching=bool(config.enable_prefix_caching),
+                num_host_blocks=num_host_blocks(config, model, groups),
             )
         except MemoryError as error:
             raise ConfigError(
@@ -137,6 +139,8 @@ class Engine:
         )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.ms_per_block = self._executor.swap_ms_per_block
         if config.itl_target_ms is not None:
             self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
@@ -277,6 +281,8 @@ class Engine:
         sizes = step.plan.sizes
         if self.scheduler.pace is not None:
             self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.note(sizes.num_tokens - sizes.num_decodes, sizes.num_tokens, step_ms)
         num_samples = sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
@@ -493,7 +499,7 @@ class Engine:
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
         ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
         prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
-        hold a prefix.
+        hold a prefix. ``num_blocks_out`` went to the ``swap_space`` since the start, ``num_blocks_in`` came back.
         """
         scheduler = self.scheduler
         return {
@@ -503,6 +509,8 @@ class Engine:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting + sum(order == "add" for order, _ in list(self._inbox)),
             "num_preemptions": scheduler.num_preemptions,
+            "num_blocks_out": scheduler.swap.num_blocks_out if scheduler.swap else 0,
+            "num_blocks_in": scheduler.swap.num_blocks_in if scheduler.swap else 0,
             "num_wasted_rows": self._num_wasted,
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,
