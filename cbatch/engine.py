@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
+from cbatch.backlog import Backlog
 from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
 from cbatch.errors import (
@@ -42,6 +43,7 @@ from cbatch.errors import (
     InvalidRequestError,
 )
 from cbatch.executor import Executor, suitable_backend
+from cbatch.host_pages import num_host_blocks
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
@@ -51,6 +53,7 @@ from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Landed, StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
@@ -59,6 +62,8 @@ from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
 from cbatch.text import TextUntilStop, bad_word_ids
 from cbatch.timeline import StepTimes, Timeline
+
+_MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -114,6 +119,10 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
+                windows=tuple(group.spec.window for group in groups),
+                policy=config.scheduling_policy,
+                prefix_caching=bool(config.enable_prefix_caching),
+                num_host_blocks=num_host_blocks(config, model, groups),
             )
         except MemoryError as error:
             raise ConfigError(
@@ -124,14 +133,21 @@ class Engine:
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
             num_usable_blocks=self.scheduler.blocks.num_usable,
-            num_groups=len(groups),
-            block_size=config.block_size,
+            longest_len=self.scheduler.longest_len,
+            blocks_for=self.scheduler.blocks_for,
             has_tokenizer=tokenizer is not None,
+            policy=config.scheduling_policy,
         )
         begin = time.perf_counter()
-        self._executor = Executor(model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq)
+        self._executor = Executor(
+            model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
+        )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.ms_per_block = self._executor.swap_ms_per_block
+        if config.itl_target_ms is not None:
+            self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
@@ -140,13 +156,15 @@ class Engine:
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
+        self._asked_before = 0, 0  # the scheduler's counts of tokens asked for and hit, at the last ``reset_stats``
 
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
         # Reentrant, since the garbage collector may close an engine inside any statement of ours.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
-        self._inbox: list[tuple[str, Sequence]] = []
+        self._inbox: list[tuple[str, Sequence | None]] = []
         self._live: dict[str, RequestHandle] = {}
+        self._backlog = Backlog(config.max_queue_size)
         self._closing = False
         self._error: BaseException | None = None
         self._ids = itertools.count()
@@ -180,6 +198,9 @@ class Engine:
         """
         begin = time.perf_counter()
         config = EngineConfig.from_options(options)
+        if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
+            # The caller may train it beside the engine, and nobody would say that the cache is stale.
+            config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
         loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
         engine = cls(loaded, config, tokenizer)
@@ -197,19 +218,23 @@ class Engine:
 
     def admit(self) -> bool:
         """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
+        self._backlog.expire()
         if not (self._inbox or self._closing) and (self._in_flight or self.scheduler.has_work):
             return True
         with self._changed:
             while not (self._inbox or self._closing or self._in_flight or self.scheduler.has_work):
                 self._lane.idle()
                 self._changed.wait()
-            inbox, self._inbox = self._inbox, []
+            inbox, self._inbox = self._inbox[:_MAX_ORDERS], self._inbox[_MAX_ORDERS:]
             closing = self._closing
         for order, sequence in inbox:
-            if order == "abort":
+            if sequence is None:
+                self.scheduler.reset_prefix_cache()
+            elif order == "abort":
                 self.scheduler.abort(sequence)
             else:
                 self.scheduler.add(sequence)
+                self._backlog.watch(_handle(sequence))
         return not closing
 
     def launch(self) -> Step | None:
@@ -228,6 +253,7 @@ class Engine:
             self._checks.planned(io, plan)
         admissions = self._note_admitted(plan) if plan.admitted else []
         self._num_launched += 1
+        io.num_spare_words = plan.sizes.num_spare_words
         times = marks = None
         if self._timeline is not None:  # the step before its window waits for the device, to set the clocks
             sizes, maker = plan.sizes, self._lane.marks_maker
@@ -243,8 +269,11 @@ class Engine:
         # Not ``sequence.slot``: one that ends by length in this very step has given it back already.
         for sequence, slot in zip(plan.admitted, plan.host.param_slots.tolist(), strict=False):
             handle = _handle(sequence)
+            self._backlog.leave(handle)
             handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
             handle.metrics.num_preemptions = sequence.num_preemptions
+            if not sequence.num_preemptions:
+                handle.metrics.num_cached_tokens = sequence.num_cached_tokens
             if sequence.flags & PROCESSED:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
@@ -254,7 +283,12 @@ class Engine:
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        num_samples = step.plan.sizes.num_samples
+        sizes = step.plan.sizes
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.note(sizes.num_tokens - sizes.num_decodes, sizes.num_tokens, step_ms)
+        num_samples = sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
@@ -343,21 +377,38 @@ class Engine:
     # ---- requests
 
     def submit(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> RequestHandle:
         """Queue a request, from any thread. ``params`` None means the model's own ``generation_config``.
 
         Where ``n`` is above 1, the handle's ``result`` has all answers, and each of its ``children`` streams one.
 
+        Args:
+            priority: with ``scheduling_policy="priority"``, the smaller goes first.
+            cache_salt: cached prefixes are shared with requests of the same salt only.
+            timeout_s: if it has not ended by then, it ends with ``"timeout"``, whether it waits or runs.
+
         Raises:
             InvalidRequestError: a prompt or parameter out of range; PromptTooLongError and DuplicateRequestError too.
+            EngineOverloadedError: ``max_queue_size`` wait already.
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
         if self._closing or self._error is not None:
             raise self._ending()
+        self._backlog.check(1, request_id)  # before any work is done for it
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
+        priority = self._limits.priority(priority, request_id)
+        salt = self._limits.cache_salt(cache_salt, request_id)
+        timeout_s = self._limits.timeout(timeout_s, request_id)
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
         stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
         banned = self._limits.bans(params, bad_words, stop_ids, request_id)
@@ -376,6 +427,7 @@ class Engine:
                 request_id = next(name for i in self._ids if (name := str(i)) not in self._live)
             elif request_id in self._live:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
+            self._backlog.check(params.n, request_id)
             now = time.monotonic()
             children = []
             for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
@@ -389,11 +441,15 @@ class Engine:
                     sampling_bits=state.words,
                     flags=state.flags,
                     payload=child,
+                    priority=priority,
+                    cache_salt=salt,
                 )
                 child.metrics.arrival_time = now
+                child.deadline = None if timeout_s is None else now + timeout_s
                 children.append(child)
             handle = children[0] if params.n == 1 else ParallelHandle(request_id, tuple(children))
             self._live[request_id] = handle
+            self._backlog.enter(children)
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
@@ -417,6 +473,7 @@ class Engine:
 
     def _ended(self, handle: RequestHandle, aborted: bool) -> None:
         """Called once for each answer, before its consumer hears of the end: after the last, the id is free again."""
+        self._backlog.leave(handle)
         with self._lock:
             whole = self._live[handle.parent_id]
             whole.num_unfinished -= 1
@@ -445,7 +502,9 @@ class Engine:
         """Figures since the start or ``reset_stats``; a snapshot that waits for nothing.
 
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
-        ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``.
+        ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
+        prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
+        hold a prefix. ``num_blocks_out`` went to the ``swap_space`` since the start, ``num_blocks_in`` came back.
         """
         scheduler = self.scheduler
         return {
@@ -455,10 +514,15 @@ class Engine:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting + sum(order == "add" for order, _ in list(self._inbox)),
             "num_preemptions": scheduler.num_preemptions,
+            "num_blocks_out": scheduler.swap.num_blocks_out if scheduler.swap else 0,
+            "num_blocks_in": scheduler.swap.num_blocks_in if scheduler.swap else 0,
             "num_wasted_rows": self._num_wasted,
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
+            "num_cached_blocks": scheduler.blocks.num_cached,
+            "num_asked_tokens": scheduler.num_asked_tokens - self._asked_before[0],
+            "num_hit_tokens": scheduler.num_hit_tokens - self._asked_before[1],
             **self._graph_facts,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
@@ -491,6 +555,21 @@ class Engine:
         """Start the figures of the steps anew."""
         self._clock.reset()
         self._num_wasted = self._num_output_tokens = 0
+        self._asked_before = self.scheduler.num_asked_tokens, self.scheduler.num_hit_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, from any thread, as when weights have changed. Returns at once.
+
+        Whoever is submitted from now on computes its prompt; who runs already goes on, and leaves nothing in the cache.
+
+        Raises:
+            EngineClosedError, EngineDeadError: the engine runs no more.
+        """
+        with self._changed:
+            if self._closing:
+                raise self._ending()
+            self._inbox.append(("reset", None))
+            self._changed.notify()
 
     def close(self) -> None:
         """End the loop and give the memory back. Requests that still run get ``EngineClosedError``.

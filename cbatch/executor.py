@@ -13,6 +13,7 @@ from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError, UnsupportedModelError
 from cbatch.graphs import Buckets, CaptureError, GraphSet
+from cbatch.host_pages import HostPages, num_host_blocks
 from cbatch.kernels.attention import AttentionBackend, make_backend
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
@@ -51,6 +52,7 @@ class Executor:
         groups: tuple[KVGroup, ...],
         backend: AttentionBackend,
         max_blocks_per_seq: int,
+        max_spare_words: int,
     ) -> None:
         """``config`` is resolved, ``num_blocks`` included. Takes all memory of the engine."""
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
@@ -60,7 +62,7 @@ class Executor:
         limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
         buckets = Buckets(limit.num_tokens, limit.num_rows)
         choose = buckets.choose if graphed else eager_bucket(limit)
-        self.buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(config.depth)]
+        self.buffers = [IOBuffer(shape, limit, choose, model.device, max_spare_words) for _ in range(config.depth)]
         self._runner = Runner(
             model,
             KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
@@ -69,6 +71,11 @@ class Executor:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=max_blocks_per_seq,
         )
+        self._host_pages: HostPages | None = None
+        self.swap_ms_per_block = 0.0
+        if num_blocks := num_host_blocks(config, model, groups):
+            self._host_pages = HostPages(self._runner.kv_cache, num_blocks)
+            self.swap_ms_per_block = self._host_pages.measure_ms()
         self._graphs: GraphSet | None = None
         self.lane: Lane
         if cuda:
@@ -80,12 +87,18 @@ class Executor:
                     _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
         else:
             self.lane = CpuLane(self.buffers)
+        self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of a step with prompts are padded to
         self._run = self._graphs.launch if self._graphs else self._runner.run
 
     def compute(self, io: IOBuffer, plan: StepPlan, admissions: Sequence[Admission] = ()) -> None:
         """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
         if admissions:
             self._runner.slot_state.apply(admissions)
+        if plan.swaps is not None:
+            assert self._host_pages is not None
+            self._host_pages.copy(plan.swaps)
+        if io.num_spare_words:
+            self._runner.take_spare(io.spare_words, plan.sizes)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)
         self._run(io, plan)
 

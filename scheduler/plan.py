@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.scheduler.sequence import Sequence
+from cbatch.scheduler.swap import Swaps
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class StepSizes:
     num_param_updates: int
     max_query_len: int
     max_context_len: int
+    num_pairs: int = 0  # of a chunk's tokens and the keys they attend to, over all chunks
     num_overflow: int = 0  # changes of the block tables behind the layout
     num_copies: int = 0  # blocks to copy
 
@@ -163,6 +165,7 @@ class StepPlan:
     epochs: NDArray[np.int64]  # [num_samples]
     sequences: NDArray[np.object_]  # [num_samples] of Sequence
     admitted: list[Sequence]  # sequences that took a slot in this step
+    swaps: Swaps | None = None  # what is copied from and to the host before it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

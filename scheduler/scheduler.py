@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from cbatch.scheduler import invariants
 from cbatch.scheduler.block_tables import BlockTables
 from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
 from cbatch.scheduler.prefix_cache import Node, PrefixCache
 from cbatch.scheduler.sequence import MAX_PRIORITY, Sequence, Status
 from cbatch.scheduler.slots import FREE, NEVER, SlotTables
+from cbatch.scheduler.swap import SwapSpace
 from cbatch.scheduler.waiting import WaitingQueue
 
 Policy = Literal["fcfs", "priority", "longest_prefix"]
@@ -61,10 +63,11 @@ class Scheduler:
         windows: tuple[int, ...] = (),
         policy: Policy = "fcfs",
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
 
-        ``()`` is 0 for each.
+        ``()`` is 0 for each. Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -82,11 +85,13 @@ class Scheduler:
         self.tables = SlotTables(max_num_seqs, max_model_len, block_size)
         self.block_tables = BlockTables(self.blocks, max_num_seqs, self.tables.max_blocks_per_seq, windows)
         self.prefix_cache = PrefixCache(self.blocks, windows) if prefix_caching else None
+        self.swap = SwapSpace(num_host_blocks) if num_host_blocks else None
         self.block_size = block_size
         self.num_groups = num_groups
         self.windows = windows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.pace: Pace | None = None  # how large the chunks beside decodes are; None: as the budget allows
         self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
         self.num_preemptions = 0
         # Tokens of sequences when they started first, and how many of them were in the prefix cache.
@@ -189,6 +194,8 @@ class Scheduler:
         was_waiting = sequence.status is Status.WAITING
         if was_waiting:
             sequence.token_ids = sequence.token_ids[:0].copy()  # it may stay in the queue for long
+            if self.swap is not None:
+                self.swap.drop(sequence)
         elif sequence.slot >= 0:
             self._release_slot(sequence)
         else:
@@ -258,12 +265,30 @@ class Scheduler:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
         t, slot = self.tables, sequence.slot
         sequence.token_ids = t.tokens[slot, : t.num_landed[slot]].copy()
+        self._save(sequence)
         self._release_slot(sequence)
         sequence.status, sequence.epoch = Status.WAITING, 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
         self._preempted.add(sequence)
+
+    def _save(self, sequence: Sequence) -> None:
+        """Keep what is computed of a sequence in host memory, where there is room, and computing would take longer.
+
+        Not what was computed of tokens in flight, which are void; and its last known token is computed again in any
+        case, for its logits. The step that last writes the blocks has been planned, so the copies come behind it; a
+        fork's own copy has not, if it was in no step.
+        """
+        slot = sequence.slot
+        num_tokens = min(int(self.tables.num_computed[slot]), len(sequence.token_ids) - 1)
+        if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._forked:
+            return
+        blocks = self.block_tables.saved(slot, num_tokens)
+        if blocks is not None:
+            count = int(np.count_nonzero(blocks))
+            if count <= self.swap.num_free and self.swap.is_cheaper(2 * count, num_tokens):
+                self.swap.save(sequence, blocks, num_tokens)
 
     def _preempt_last(self, after: int = FREE) -> bool:
         """Preempt the running sequence of the last rank, if that is behind ``after``; False if there is none."""
@@ -291,7 +316,11 @@ class Scheduler:
     def _schedule(self, admitted: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
-        budget = self.max_num_batched_tokens - self._grow_decodes()
+        num_decodes = self._grow_decodes()
+        budget = self.max_num_batched_tokens - num_decodes
+        if self.pace is not None and num_decodes and (self._prefilling or self.num_waiting):
+            context = int(self.tables.num_computed[self._prefilling[0].slot]) if self._prefilling else 0
+            budget = min(budget, self.pace.tokens(num_decodes, context))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self._prefilling):
             budget = self._admit(budget, chunks, admitted, before=sequence)
@@ -357,16 +386,19 @@ class Scheduler:
             prefix = None
             if self.prefix_cache is not None:
                 prefix = self._match(sequence)
-                if self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank):
+                if self._is_coming(sequence, prefix):
                     num_kept += 1
                     kept_blocks += self._wanted(sequence, prefix)
                     if num_kept == LOOK_AHEAD:
                         break
                     continue
-                prefix = self.prefix_cache.resumable(prefix)
-                num_columns += prefix.depth
-                if admitted and num_columns > self.max_shared_columns:
-                    break
+                if sequence.swapped is None:
+                    prefix = self.prefix_cache.resumable(prefix)
+            if self.swap is not None and sequence.swapped is not None:
+                prefix = self._prefix_beside(sequence, prefix)
+            num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
+            if admitted and num_columns > self.max_shared_columns:
+                break
             spare = self._spare(sequence) + kept_blocks
             if not self._has_room(sequence, prefix, num_kept, reserved + spare):
                 if self.policy != "priority" or not self._displace(sequence, prefix, num_kept, kept_blocks):
@@ -384,15 +416,18 @@ class Scheduler:
         return budget
 
     def _start(self, sequence: Sequence, prefix: Node | None) -> None:
-        """Give a slot to a waiting sequence, behind a cached prefix."""
-        num_cached = 0
+        """Give a slot to a waiting sequence, behind a cached prefix and what it has in host memory."""
+        slot, num_ready = self._free_slots[-1], self._num_ready(sequence, prefix)
         if self.prefix_cache is not None and prefix is not None:
-            self.block_tables.start(self._free_slots[-1], [node.blocks for node in self.prefix_cache.path(prefix)])
-            num_cached = prefix.depth * self.block_size
-        self._take_slot(sequence, prefix, num_cached)
+            self.block_tables.start(slot, [node.blocks for node in self.prefix_cache.path(prefix)])
+        if self.swap is not None and sequence.swapped is not None:
+            columns = int(self.block_tables.num_columns[slot])
+            blocks = self.block_tables.restore(slot, sequence.swapped[:, columns:] >= 0, num_ready)
+            self.swap.load(sequence, columns, blocks)
+        self._take_slot(sequence, prefix, num_ready)
         if not sequence.num_preemptions:
             self.num_asked_tokens += len(sequence.token_ids)
-            self.num_hit_tokens += num_cached
+            self.num_hit_tokens += num_ready
 
     def _candidates(self, before: Sequence | None) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they may start. Who was started must be gone from the queue."""
@@ -427,14 +462,51 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Node:
         """The longest cached prefix of a waiting sequence. Costs nothing where it is what it was the last time."""
         assert self.prefix_cache is not None
+        if sequence.skip_reading_prefix_cache:
+            return self.prefix_cache.root
         sequence.node = self.prefix_cache.match(sequence.node, sequence.token_ids, sequence.cache_salt)
         return sequence.node
+
+    def _is_coming(self, sequence: Sequence, prefix: Node) -> bool:
+        """Whether the block behind the prefix is being computed by a prefill that goes before the sequence."""
+        assert self.prefix_cache is not None
+        if sequence.skip_reading_prefix_cache or sequence.swapped is not None:
+            return False
+        return self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank)
+
+    def _prefix_beside(self, sequence: Sequence, prefix: Node | None) -> Node | None:
+        """The cached prefix that a sequence starts with which has more in host memory.
+
+        Where the cache holds so much still that computing the rest is cheaper, it has nothing there any more. With
+        windows it takes all from there, since a prefix that is cached may lack their blocks.
+        """
+        assert self.swap is not None and sequence.swapped is not None
+        if self.prefix_cache is None or prefix is None:
+            return prefix
+        resumable = self.prefix_cache.resumable(prefix)
+        columns = sequence.swapped[:, 0 if self.block_tables.windows else prefix.depth :]
+        if not self.swap.is_cheaper(
+            int((columns >= 0).sum()), sequence.swapped_len - resumable.depth * self.block_size
+        ):
+            self.swap.drop(sequence)
+            return resumable
+        if self.block_tables.windows:
+            return self.prefix_cache.root
+        while prefix.depth * self.block_size > sequence.swapped_len and prefix.parent is not None:
+            prefix = prefix.parent
+        return prefix
+
+    def _num_ready(self, sequence: Sequence, prefix: Node | None) -> int:
+        """Tokens of a waiting sequence that need not be computed: in a cached prefix, or in host memory."""
+        if sequence.swapped is not None:
+            return sequence.swapped_len
+        return prefix.depth * self.block_size if prefix is not None else 0
 
     def _wanted(self, sequence: Sequence, prefix: Node | None) -> int:
         """Most blocks that a waiting sequence holds until all its known tokens are computed."""
         num_tokens = len(sequence.token_ids)
-        num_cached = prefix.depth * self.block_size if prefix is not None else 0
-        return self.block_tables.blocks_for(num_tokens, min(num_tokens - num_cached, self.max_num_batched_tokens))
+        chunk = min(num_tokens - self._num_ready(sequence, prefix), self.max_num_batched_tokens)
+        return self.block_tables.blocks_for(num_tokens, chunk)
 
     def _outstanding(self, sequence: Sequence) -> int:
         """Blocks that the rest of a running prefill will take."""
@@ -574,6 +646,7 @@ class Scheduler:
         t.num_computed[slots] = contexts
         t.num_tokens[slots] = contexts + 1
         max_query_len, max_context_len = (1, int(contexts.max())) if n else (0, 0)
+        num_pairs = 0
 
         if chunks:
             sampled = []
@@ -592,6 +665,7 @@ class Scheduler:
                 host.cu_seqlens_q[row + 1] = stop
                 host.context_lens[row] = end
                 t.num_computed[slot] = end
+                num_pairs += count * (start + end) // 2
                 max_query_len, max_context_len = max(max_query_len, count), max(max_context_len, end)
                 if end == t.num_tokens[slot]:  # the whole prompt is computed: its last token is sampled from
                     host.sample_rows[sample] = stop - 1
@@ -623,6 +697,7 @@ class Scheduler:
                 num_param_updates=len(admitted),
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
+                num_pairs=num_pairs,
                 num_overflow=num_overflow,
                 num_copies=num_copies,
             ),
@@ -631,6 +706,7 @@ class Scheduler:
             epochs=t.epoch[slots],
             sequences=t.sequences[slots],
             admitted=admitted,
+            swaps=self.swap.take_plan() if self.swap is not None else None,
         )
         self._settle(slots[:num_decodes], chunks)
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]

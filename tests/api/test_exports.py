@@ -12,6 +12,7 @@ PUBLIC = {
     *("SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"),
     *("CBatchError", "ConfigError", "InvalidRequestError", "PromptTooLongError", "DuplicateRequestError"),
     *("UnsupportedModelError", "ModelNotFoundError", "EngineClosedError", "EngineDeadError"),
+    "EngineOverloadedError",
     "__version__",
 }
 
