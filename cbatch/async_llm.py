@@ -121,9 +121,12 @@ class AsyncLLM:
         handle = self.engine.submit(token_ids, params, request_id)
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
-            output = None
+            output = of_prompt = None
             while output is None or not output.finished:
-                output = maker.add(await handle.anext_chunks(), handle.metrics)
+                chunks = await handle.anext_chunks()
+                if of_prompt is None and handle.params.prompt_logprobs is not None:  # making them may take a while
+                    of_prompt = await asyncio.to_thread(handle.readable_prompt_logprobs)
+                output = maker.add(chunks, handle.metrics, of_prompt)
                 if output is not None:
                     yield output
         finally:

@@ -46,6 +46,7 @@ from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
+from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptLogprobs, PromptRows, prompt_rows
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
@@ -64,6 +65,8 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 # Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
 # ranks [rows].
 Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
+# Of prompts of which a step has computed a part: whose, and the records of its next tokens.
+PromptParts = Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +77,7 @@ class Step:
     io: IOBuffer
     host_us: float
     times: StepTimes | None = None  # where a timeline records
+    prompts: PromptRows | None = None  # where it makes log-probabilities of prompts
 
 
 class Engine:
@@ -109,6 +113,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
+                max_prompt_logits=MAX_PROMPT_LOGITS,
             )
         except MemoryError as error:
             raise ConfigError(
@@ -148,7 +153,7 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
 
         self._in_flight: deque[Step] = deque()
-        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, float] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, PromptParts, float] | None] = queue.SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
@@ -228,8 +233,9 @@ class Engine:
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions), marks)
-        return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
+        prompts = prompt_rows(plan, self.model.device) if plan.chunks else None
+        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions, prompts), marks)
+        return Step(plan, io, (time.perf_counter() - start) * 1e6, times, prompts)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:
         """What slots with a new owner need before the step, where more than the plan's words."""
@@ -244,8 +250,8 @@ class Engine:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
-    def land(self, step: Step) -> tuple[Landed, Logprobs | None]:
-        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row wants them."""
+    def land(self, step: Step) -> tuple[Landed, Logprobs | None, PromptParts]:
+        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row or prompt wants them."""
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
@@ -268,11 +274,11 @@ class Engine:
             step.times.note(step.host_us, called, start, end)
             if not self._timeline.add(step.times):
                 self._timeline = None
-        return landed, logprobs
+        return landed, logprobs, () if step.prompts is None else step.prompts.land()
 
-    def deliver(self, landed: Landed, logprobs: Logprobs | None) -> None:
+    def deliver(self, landed: Landed, logprobs: Logprobs | None, prompts: PromptParts) -> None:
         """Hand a batch of results over to the delivery thread; nothing a consumer does is waited for."""
-        self._outbox.put((landed, logprobs, time.monotonic()))
+        self._outbox.put((landed, logprobs, prompts, time.monotonic()))
 
     def _hand_out(self) -> None:
         wakers = Wakers()
@@ -287,7 +293,7 @@ class Engine:
         finally:
             wakers.flush()
 
-    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, float] | None:
+    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, PromptParts, float] | None:
         """Wait for the next results, and meanwhile wake who is still to be woken."""
         while True:
             try:
@@ -295,7 +301,11 @@ class Engine:
             except queue.Empty:
                 wakers.wake()
 
-    def _push(self, landed: Landed, logprobs: Logprobs | None, now: float, wakers: Wakers) -> None:
+    def _push(
+        self, landed: Landed, logprobs: Logprobs | None, prompts: PromptParts, now: float, wakers: Wakers
+    ) -> None:
+        for owner, records in prompts:  # before the first token, whose reader wants them
+            owner.add(records)
         ends = {id(finish.sequence): finish for finish in landed.finished}
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle = _handle(sequence)
@@ -375,7 +385,12 @@ class Engine:
             children = []
             for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
                 name = request_id if params.n == 1 else f"{request_id}-{i}"
-                child = RequestHandle(name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i)
+                of_prompt = None
+                if params.prompt_logprobs is not None and i == 0:
+                    of_prompt = PromptLogprobs(len(prompt), params.prompt_logprobs, self._vocab_size)
+                child = RequestHandle(
+                    name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i, of_prompt
+                )
                 child.upload = state.upload
                 child.sequence = Sequence(
                     prompt,
@@ -383,6 +398,8 @@ class Engine:
                     stop_token_ids=stop_ids,
                     sampling_bits=state.words,
                     flags=state.flags,
+                    # What is found in a prefix cache is not computed: whoever adds one must not read it for these.
+                    wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
                     payload=child,
                 )
                 child.metrics.arrival_time = now

@@ -78,6 +78,10 @@ class RequestOutput:
     """A request with what it has given so far. ``prompt`` is None when the prompt came as token ids.
 
     ``outputs`` are its ``n`` answers by index; with ``RequestOutputKind.DELTA`` those that have something new.
+
+    ``prompt_logprobs``, where they were asked for, has None for the prompt's first token and a dict for each other one:
+    of the token itself first, then of the most likely ones. It is None until all of them are known, which they are
+    before the first answer has a token; with ``DELTA`` one output has them.
     """
 
     request_id: str
@@ -86,4 +90,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # not made yet
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

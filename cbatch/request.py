@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
 from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
 
@@ -35,6 +36,7 @@ class RequestHandle:
         text: TextUntilStop | None = None,
         parent_id: str | None = None,
         index: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """With ``parent_id``, it is answer number ``index`` of a request of that id, whose ``n`` is above 1."""
         self.request_id = request_id
@@ -45,6 +47,7 @@ class RequestHandle:
         self.num_unfinished = 1  # of its children, for the engine
         self.sequence: Any = None  # the scheduler's side of it, for the engine
         self.upload: Any = None  # what a slot of the device gets for it, for the engine
+        self.prompt_logprobs = prompt_logprobs  # where they are wanted; of ``n`` answers, the first one's
         self._metrics = RequestMetrics()
         self._tokenizer = tokenizer
         self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
@@ -124,7 +127,17 @@ class RequestHandle:
         if not self._wait_for_end(timeout):
             raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
         answers = [child._answer() for child in self.children]
-        return RequestOutput(self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics)
+        prompt_logprobs = self.readable_prompt_logprobs()
+        return RequestOutput(
+            self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics, prompt_logprobs
+        )
+
+    def readable_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As ``RequestOutput`` has them; None while some are not there, or if none are wanted."""
+        first = self.children[0]
+        if first.prompt_logprobs is None:
+            return None
+        return first.prompt_logprobs.make(first._tokenizer if first.params.detokenize else None)
 
     def abort(self) -> None:
         """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""

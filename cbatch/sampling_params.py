@@ -131,7 +131,12 @@ class SamplingParams:
         "For each token of an answer, the log-probabilities of this many most likely tokens and of the one that was "
         "sampled, by the model's own logits before any parameter changed them.",
     )
-    prompt_logprobs: int | None = _field(None, "None: not supported yet", "Log-probabilities of the prompt's tokens.")
+    prompt_logprobs: int | None = _field(
+        None,
+        f"0 to {MAX_LOGPROBS}",
+        "The same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`: of this many most "
+        "likely tokens and of the one that stands there. Computed once for all `n` answers.",
+    )
     detokenize: bool = _field(
         True, "True, False", "Make text at all. False saves the consumer's time when only tokens are wanted."
     )
@@ -360,11 +365,6 @@ def _logprobs(name: str, value: Any) -> int | None:
     return logprobs
 
 
-def _none(name: str, value: Any) -> None:
-    if value is not None:
-        raise InvalidRequestError(f"{name}={value!r} is not supported yet: it must be None")
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be True or False")
@@ -455,7 +455,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,
     "logprobs": _logprobs,
-    "prompt_logprobs": _none,
+    "prompt_logprobs": _logprobs,
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,

@@ -61,10 +61,11 @@ class Scheduler:
         windows: tuple[int, ...] = (),
         policy: Policy = "fcfs",
         prefix_caching: bool = False,
+        max_prompt_logits: int = 512,
     ) -> None:
         """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
 
-        ``()`` is 0 for each.
+        ``()`` is 0 for each. ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -86,6 +87,7 @@ class Scheduler:
         self.num_groups = num_groups
         self.windows = windows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prompt_logits = max_prompt_logits
         self.max_model_len = max_model_len
         self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
         self.num_preemptions = 0
@@ -95,6 +97,7 @@ class Scheduler:
         # Most columns of block tables that sequences start with in one step, so that a slab has room for them.
         self.max_shared_columns = max(self.tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
+        self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
@@ -291,6 +294,7 @@ class Scheduler:
     def _schedule(self, admitted: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
+        self._prompt_logits_left = self.max_prompt_logits
         budget = self.max_num_batched_tokens - self._grow_decodes()
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self._prefilling):
@@ -320,6 +324,8 @@ class Scheduler:
     def _grow_prefill(self, sequence: Sequence, budget: int) -> int:
         """Blocks for the next chunk of a prefill; the number of its tokens, 0 if it must wait for blocks."""
         t, slot = self.tables, sequence.slot
+        if sequence.wants_prompt_logits:
+            budget = min(budget, self._prompt_logits_left)
         computed, held = int(t.num_computed[slot]), int(self.block_tables.num_columns[slot])
         num_tokens = min(int(t.num_tokens[slot]) - computed, budget)
         wanted = -(-(computed + num_tokens) // self.block_size) - held
@@ -330,6 +336,8 @@ class Scheduler:
                 break
         if wanted > 0:
             self.block_tables.extend(slot, wanted)
+        if sequence.wants_prompt_logits:
+            self._prompt_logits_left -= num_tokens
         return num_tokens
 
     # ---- who starts
@@ -351,6 +359,8 @@ class Scheduler:
         num_columns = sum(started.num_cached_tokens for started in (*admitted, *self._forked)) // self.block_size
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
+                break
+            if sequence.wants_prompt_logits and not self._prompt_logits_left:
                 break
             if reserved is None:
                 reserved = self._reserved()
@@ -631,6 +641,7 @@ class Scheduler:
             epochs=t.epoch[slots],
             sequences=t.sequences[slots],
             admitted=admitted,
+            chunks=chunks,
         )
         self._settle(slots[:num_decodes], chunks)
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]

@@ -29,6 +29,8 @@ class Sequence:
 
     ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
 
+    ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once.
+
     ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
     counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every
     finish but the one by length end it.
@@ -54,6 +56,7 @@ class Sequence:
         "status",
         "stop_token_ids",
         "token_ids",
+        "wants_prompt_logits",
     )
 
     def __init__(
@@ -66,6 +69,7 @@ class Sequence:
         flags: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
+        wants_prompt_logits: bool = False,
         payload: object = None,
     ) -> None:
         self.token_ids = prompt_token_ids  # while waiting: all that is known; while running the slot's row is newer
@@ -76,6 +80,7 @@ class Sequence:
         self.flags = flags
         self.priority = priority
         self.cache_salt = cache_salt
+        self.wants_prompt_logits = wants_prompt_logits
         self.payload = payload
         self.status = Status.WAITING
         self.arrival = -1
