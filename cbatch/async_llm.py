@@ -31,7 +31,12 @@ class AsyncLLM:
         weakref.finalize(self, Engine.close_soon, self.engine)
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams one answer, or ``n``.
 
@@ -41,9 +46,11 @@ class AsyncLLM:
         Leaving early (``break``, cancellation, ``aclose``) aborts the request.
 
         Args:
-            prompt: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            prompt: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A dict may
+                have a ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
             sampling_params: None: what the model's generation_config asks for.
             request_id: a name for ``abort``; it must not be that of a running request. None: one is made up.
+            priority: with ``scheduling_policy="priority"``, the smaller goes first.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
@@ -53,7 +60,8 @@ class AsyncLLM:
         taken = PromptLike(prompt)
         tokenizer = self.engine.tokenizer
         length = len(taken.text or "")
-        return self._stream(lambda: (taken.text, taken.encode(tokenizer)), length, sampling_params, request_id)
+        options = {"priority": priority, "cache_salt": taken.cache_salt}
+        return self._stream(lambda: (taken.text, taken.encode(tokenizer)), length, sampling_params, request_id, options)
 
     def chat(
         self,
@@ -63,6 +71,8 @@ class AsyncLLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it.
 
@@ -77,7 +87,9 @@ class AsyncLLM:
             )
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
-        return self._stream(write, sum(len(str(message)) for message in messages), sampling_params, request_id)
+        length = sum(len(str(message)) for message in messages)
+        options = {"priority": priority, "cache_salt": cache_salt}
+        return self._stream(write, length, sampling_params, request_id, options)
 
     async def abort(self, request_id: str) -> None:
         """Ends a running stream; its last output says ``"abort"``. Nothing happens if there is no such stream."""
@@ -97,6 +109,10 @@ class AsyncLLM:
         """What the engine is doing; see ``Engine.stats``."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, as when weights have changed; see ``Engine.reset_prefix_cache``."""
+        self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Ends the engine: running streams raise ``EngineClosedError``, and its memory is given back. Waits."""
         self.engine.close()
@@ -115,10 +131,11 @@ class AsyncLLM:
         num_chars: int,
         params: SamplingParams | None,
         request_id: str | None,
+        options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The one generator behind all: closing it runs its ``finally`` at once."""
         text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
-        handle = self.engine.submit(token_ids, params, request_id)
+        handle = self.engine.submit(token_ids, params, request_id, **options)
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
             output = of_prompt = None

@@ -62,13 +62,21 @@ class IOBuffer:
     """One host slab with its device twin, and room for what comes back, on both sides."""
 
     def __init__(
-        self, shape: StepShape, limit: Bucket, choose: Callable[[int, int], Bucket], device: torch.device
+        self,
+        shape: StepShape,
+        limit: Bucket,
+        choose: Callable[[int, int], Bucket],
+        device: torch.device,
+        max_spare_words: int = 0,
     ) -> None:
-        """``choose`` gives the bucket of a step of so many tokens and rows; ``limit`` is the largest one."""
+        """``choose`` gives the bucket of a step of so many tokens and rows; ``limit`` is the largest one.
+
+        Behind the arrays of any step there is room for ``max_spare_words``.
+        """
         self._shape = shape
         self._choose = choose
         max_num_seqs = limit.num_rows
-        words = layout(shape, limit)[1]
+        words = layout(shape, limit)[1] + max_spare_words
         pin = device.type == "cuda"
         self.host_slab = torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=pin)
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
@@ -80,6 +88,7 @@ class IOBuffer:
         self._records = self.host_landing.records.numpy()
         self._views: dict[Bucket, _Views] = {}
         self._step: _Views  # of the step that has the buffer now
+        self.num_spare_words = 0  # behind the arrays of this step; set by whoever launches it
         self.lands_logprobs = False  # set by whoever computes the step
         self.lane_state: Any = None  # the lane's events for this buffer
 
@@ -115,12 +124,23 @@ class IOBuffer:
         return self._step.device
 
     @property
-    def host_words(self) -> Tensor:
-        return self._step.host_words
+    def device_words(self) -> Tensor:
+        """The arrays of the step, without the spare words."""
+        return self._step.device_words
 
     @property
-    def device_words(self) -> Tensor:
-        return self._step.device_words
+    def outbound(self) -> tuple[Tensor, Tensor]:
+        """What the step copies to the device, on the host and there. Slices where it has spare words, as few have."""
+        if not self.num_spare_words:
+            return self._step.host_words, self._step.device_words
+        end = self._step.host.num_words + self.num_spare_words
+        return self.host_slab[:end], self.device_slab[:end]
+
+    @property
+    def spare_words(self) -> Tensor:
+        """What stands behind the arrays of the step, on the device. Slices."""
+        begin = self._step.host.num_words
+        return self.device_slab[begin : begin + self.num_spare_words]
 
     @property
     def landing(self) -> tuple[Tensor, Tensor]:

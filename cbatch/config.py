@@ -9,12 +9,14 @@ from typing import Any, Literal
 import torch
 
 from cbatch.errors import ConfigError
+from cbatch.scheduler.scheduler import POLICIES, Policy
 
 _CHOICES = {
     "schedule": ("async", "sync"),
     "attention": ("auto", "torch", "triton"),
     "model_impl": ("auto", "transformers", "decoder"),
     "load_format": ("auto", "dummy"),
+    "scheduling_policy": POLICIES,
 }
 
 
@@ -91,6 +93,12 @@ class EngineConfig:
         gpu_memory_utilization: share of the card's total memory that weights, activations and KV may take together.
             On the CPU: the same share of a quarter of the memory that is free.
         schedule: ``"async"`` plans the next step while one computes; ``"sync"`` waits for each.
+        enable_prefix_caching: keep the keys and values of past requests while their blocks are not needed, and take
+            them over where a prompt begins with the same tokens. None: yes, unless the model is a module that you
+            handed in, whose weights you may change (``Engine.reset_prefix_cache`` forgets what old weights have made).
+        scheduling_policy: who starts first: ``"fcfs"``, by arrival; ``"priority"``, those whose ``priority`` is the
+            smaller number, before which others may be displaced; ``"longest_prefix"``, of the next 64 the one of which
+            most is cached.
         depth: steps in flight, 2 or more with ``"async"``; None: 2, and 1 with ``"sync"``.
         attention: kernels; ``"auto"`` is Triton on CUDA and torch elsewhere. An explicit choice never falls back.
         model_impl: ``"decoder"`` is our own, with fused copies of the weights; ``"transformers"`` the model's own code
@@ -114,6 +122,8 @@ class EngineConfig:
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     schedule: Literal["async", "sync"] = "async"
+    enable_prefix_caching: bool | None = None
+    scheduling_policy: Policy = "fcfs"
     depth: int | None = None
     attention: Literal["auto", "torch", "triton"] = "auto"
     model_impl: Literal["auto", "transformers", "decoder"] = "auto"
@@ -142,6 +152,11 @@ class EngineConfig:
         for name in ("enforce_eager", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False")
+        caching = self.enable_prefix_caching
+        if caching is not None and not isinstance(caching, bool):
+            raise ConfigError(f"enable_prefix_caching is {caching!r}, but must be True, False or None")
+        if self.scheduling_policy == "longest_prefix" and caching is False:
+            raise ConfigError('scheduling_policy is "longest_prefix", but enable_prefix_caching is False')
         parse_dtype(self.dtype)
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
@@ -180,5 +195,6 @@ class EngineConfig:
             device=str(device),
             max_model_len=self.max_model_len or model_max_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching is not False,
             depth=self.depth or (2 if self.schedule == "async" else 1),
         )

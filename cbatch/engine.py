@@ -114,6 +114,9 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_prompt_logits=MAX_PROMPT_LOGITS,
+                windows=tuple(group.spec.window for group in groups),
+                policy=config.scheduling_policy,
+                prefix_caching=bool(config.enable_prefix_caching),
             )
         except MemoryError as error:
             raise ConfigError(
@@ -124,12 +127,15 @@ class Engine:
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
             num_usable_blocks=self.scheduler.blocks.num_usable,
-            num_groups=len(groups),
-            block_size=config.block_size,
+            longest_len=self.scheduler.longest_len,
+            blocks_for=self.scheduler.blocks_for,
             has_tokenizer=tokenizer is not None,
+            policy=config.scheduling_policy,
         )
         begin = time.perf_counter()
-        self._executor = Executor(model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq)
+        self._executor = Executor(
+            model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
+        )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
         self.depth = config.depth
@@ -140,12 +146,13 @@ class Engine:
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
+        self._asked_before = 0, 0  # the scheduler's counts of tokens asked for and hit, at the last ``reset_stats``
 
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
         # Reentrant, since the garbage collector may close an engine inside any statement of ours.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
-        self._inbox: list[tuple[str, Sequence]] = []
+        self._inbox: list[tuple[str, Sequence | None]] = []
         self._live: dict[str, RequestHandle] = {}
         self._closing = False
         self._error: BaseException | None = None
@@ -180,6 +187,9 @@ class Engine:
         """
         begin = time.perf_counter()
         config = EngineConfig.from_options(options)
+        if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
+            # The caller may train it beside the engine, and nobody would say that the cache is stale.
+            config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
         loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
         engine = cls(loaded, config, tokenizer)
@@ -206,7 +216,9 @@ class Engine:
             inbox, self._inbox = self._inbox, []
             closing = self._closing
         for order, sequence in inbox:
-            if order == "abort":
+            if sequence is None:
+                self.scheduler.reset_prefix_cache()
+            elif order == "abort":
                 self.scheduler.abort(sequence)
             else:
                 self.scheduler.add(sequence)
@@ -228,6 +240,7 @@ class Engine:
             self._checks.planned(io, plan)
         admissions = self._note_admitted(plan) if plan.admitted else []
         self._num_launched += 1
+        io.num_spare_words = plan.sizes.num_spare_words
         times = marks = None
         if self._timeline is not None:  # the step before its window waits for the device, to set the clocks
             sizes, maker = plan.sizes, self._lane.marks_maker
@@ -246,6 +259,8 @@ class Engine:
             handle = _handle(sequence)
             handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
             handle.metrics.num_preemptions = sequence.num_preemptions
+            if not sequence.num_preemptions:
+                handle.metrics.num_cached_tokens = sequence.num_cached_tokens
             if sequence.flags & PROCESSED:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
@@ -348,11 +363,21 @@ class Engine:
     # ---- requests
 
     def submit(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestHandle:
         """Queue a request, from any thread. ``params`` None means the model's own ``generation_config``.
 
         Where ``n`` is above 1, the handle's ``result`` has all answers, and each of its ``children`` streams one.
+
+        Args:
+            priority: with ``scheduling_policy="priority"``, the smaller goes first.
+            cache_salt: cached prefixes are shared with requests of the same salt only.
 
         Raises:
             InvalidRequestError: a prompt or parameter out of range; PromptTooLongError and DuplicateRequestError too.
@@ -363,6 +388,8 @@ class Engine:
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
+        priority = self._limits.priority(priority, request_id)
+        salt = self._limits.cache_salt(cache_salt, request_id)
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
         stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
         banned = self._limits.bans(params, bad_words, stop_ids, request_id)
@@ -398,9 +425,11 @@ class Engine:
                     stop_token_ids=stop_ids,
                     sampling_bits=state.words,
                     flags=state.flags,
-                    # What is found in a prefix cache is not computed: whoever adds one must not read it for these.
+                    skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
                     wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
                     payload=child,
+                    priority=priority,
+                    cache_salt=salt,
                 )
                 child.metrics.arrival_time = now
                 children.append(child)
@@ -457,7 +486,9 @@ class Engine:
         """Figures since the start or ``reset_stats``; a snapshot that waits for nothing.
 
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
-        ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``.
+        ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
+        prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
+        hold a prefix.
         """
         scheduler = self.scheduler
         return {
@@ -471,6 +502,9 @@ class Engine:
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
+            "num_cached_blocks": scheduler.blocks.num_cached,
+            "num_asked_tokens": scheduler.num_asked_tokens - self._asked_before[0],
+            "num_hit_tokens": scheduler.num_hit_tokens - self._asked_before[1],
             **self._graph_facts,
             "activity_kind": self._lane.kind,
             "activity_pct": self._clock.activity_pct,
@@ -503,6 +537,21 @@ class Engine:
         """Start the figures of the steps anew."""
         self._clock.reset()
         self._num_wasted = self._num_output_tokens = 0
+        self._asked_before = self.scheduler.num_asked_tokens, self.scheduler.num_hit_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, from any thread, as when weights have changed. Returns at once.
+
+        Whoever is submitted from now on computes its prompt; who runs already goes on, and leaves nothing in the cache.
+
+        Raises:
+            EngineClosedError, EngineDeadError: the engine runs no more.
+        """
+        with self._changed:
+            if self._closing:
+                raise self._ending()
+            self._inbox.append(("reset", None))
+            self._changed.notify()
 
     def close(self) -> None:
         """End the loop and give the memory back. Requests that still run get ``EngineClosedError``.

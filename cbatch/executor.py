@@ -52,6 +52,7 @@ class Executor:
         groups: tuple[KVGroup, ...],
         backend: AttentionBackend,
         max_blocks_per_seq: int,
+        max_spare_words: int,
     ) -> None:
         """``config`` is resolved, ``num_blocks`` included. Takes all memory of the engine."""
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
@@ -61,7 +62,7 @@ class Executor:
         limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
         buckets = Buckets(limit.num_tokens, limit.num_rows)
         choose = buckets.choose if graphed else eager_bucket(limit)
-        self.buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(config.depth)]
+        self.buffers = [IOBuffer(shape, limit, choose, model.device, max_spare_words) for _ in range(config.depth)]
         self._runner = Runner(
             model,
             KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
@@ -93,6 +94,8 @@ class Executor:
         """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
         if admissions:
             self._runner.slot_state.apply(admissions)
+        if io.num_spare_words:
+            self._runner.take_spare(io.spare_words, plan.sizes)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)
         if prompts is None:
             self._run(io, plan)

@@ -11,6 +11,8 @@ from cbatch.kernels.attention import AttentionBackend
 from cbatch.models.base import Pages
 from cbatch.scheduler.kv_spec import KVGroup
 
+_COPY_BYTES = 64 << 20  # that pass through memory of the allocator's at once, when blocks are copied
+
 
 def page_bytes(groups: tuple[KVGroup, ...], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of the pool: the largest group's, so that a page serves any of them."""
@@ -68,6 +70,12 @@ class KVCache:
         group, k_cache, v_cache = self._layers[layer]
         slot_mapping = self._backend.slot_mapping(group)
         return None if slot_mapping is None else Pages(k_cache, v_cache, slot_mapping)
+
+    def copy_blocks(self, sources: Tensor, own: Tensor) -> None:
+        """Copy whole blocks, int32 ``[num_copies]`` each, none of which is both. Allocates some 64 MiB at the most."""
+        count = max(1, _COPY_BYTES // (self.pool.shape[1] * self.pool.element_size()))
+        for some, copies in zip(sources.long().split(count), own.long().split(count), strict=True):
+            self.pool.index_copy_(0, copies, self.pool.index_select(0, some))
 
     def __call__(
         self,

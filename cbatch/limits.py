@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from cbatch.errors import InvalidRequestError, PromptTooLongError
 from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import SamplingParams
+from cbatch.scheduler.scheduler import Policy
+from cbatch.scheduler.sequence import MAX_PRIORITY
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Limits:
     vocab_size: int
     max_model_len: int
     num_usable_blocks: int
-    num_groups: int
-    block_size: int
+    longest_len: int  # of a request that fits into the empty pool
+    blocks_for: Callable[[int], int]  # that a context of so many tokens needs
     has_tokenizer: bool = True
+    policy: Policy = "fcfs"
 
     def prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> NDArray[np.int32]:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
@@ -142,8 +145,7 @@ class Limits:
                 f"{_name(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
                 "and one token must have room"
             )
-        # The last token is sampled and never fed, so it needs no room in the cache.
-        room = self.num_usable_blocks // self.num_groups * self.block_size + 1
+        room = self.longest_len
         if params.max_tokens is None:
             max_len = min(limit, max(room, num_prompt_tokens + 1))
         else:
@@ -151,10 +153,26 @@ class Limits:
         if max_len > room:
             raise PromptTooLongError(
                 f"{_name(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
-                f"ones need {-(-(max_len - 1) // self.block_size) * self.num_groups} KV blocks, but the pool has "
-                f"{self.num_usable_blocks}"
+                f"ones need {self.blocks_for(max_len - 1)} KV blocks, but the pool has {self.num_usable_blocks}"
             )
         return max_len
+
+    def priority(self, priority: int, request_id: str | None) -> int:
+        """Where a request ranks: no number but 0 where nobody heeds it."""
+        who = _name(request_id)
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"{who}: priority is {priority!r}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if priority and self.policy != "priority":
+            raise InvalidRequestError(f"{who}: priority is {priority}, but scheduling_policy is {self.policy!r}")
+        return priority
+
+    def cache_salt(self, salt: str | None, request_id: str | None) -> bytes:
+        """What prefixes are told apart by; None: shared with all who have none."""
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise InvalidRequestError(f"{_name(request_id)}: cache_salt is {salt!r}, but must be a string, not empty")
+        return (salt or "").encode("utf-8", "surrogatepass")
 
 
 def _name(request_id: object) -> str:

@@ -47,14 +47,17 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers every prompt; the outputs stand in the order of the prompts.
 
         Args:
             prompts: one prompt or a list of them, each a text, a list of token ids, ``{"prompt": text}`` or
-                ``{"prompt_token_ids": ids}``. A flat list of ids is one prompt; ``[]`` gives ``[]``.
+                ``{"prompt_token_ids": ids}``. A flat list of ids is one prompt; ``[]`` gives ``[]``. A dict may have a
+                ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
             sampling_params: one for all prompts or one for each. None: what the model's generation_config asks for.
+            priority: one for all or one for each; with ``scheduling_policy="priority"`` the smaller goes first.
             use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
 
         Raises:
@@ -68,7 +71,8 @@ class LLM:
         params = _one_each(sampling_params, len(taken))
         tokenizer = self.engine.tokenizer
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
-        return self._run("prompt", encoded, params, use_tqdm)
+        options = _options(priority, [prompt.cache_salt for prompt in taken])
+        return self._run("prompt", encoded, params, options, use_tqdm)
 
     def chat(
         self,
@@ -77,6 +81,8 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """``generate`` for conversations, written out by the model's chat template.
@@ -85,6 +91,7 @@ class LLM:
             messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end with the opening of the assistant's turn.
+            priority, cache_salt: as for ``generate``; the salt is that of all.
 
         Raises:
             InvalidRequestError: also where there is no chat template.
@@ -105,7 +112,12 @@ class LLM:
             # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
-        return self._run("conversation", _each("conversation", conversations, encode), params, use_tqdm)
+        encoded = _each("conversation", conversations, encode)
+        return self._run("conversation", encoded, params, _options(priority, [cache_salt] * len(encoded)), use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, as when weights have changed; see ``Engine.reset_prefix_cache``."""
+        self.engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
@@ -129,12 +141,13 @@ class LLM:
         kind: str,
         encoded: list[tuple[str | None, list[int]]],
         params: list[SamplingParams | None],
+        options: list[dict[str, Any]],
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         handles: list[RequestHandle] = []
         try:
-            requests = [(token_ids, one) for (_, token_ids), one in zip(encoded, params, strict=True)]
-            _each(kind, requests, lambda request: handles.append(self.engine.submit(*request)))
+            requests = [(ids, one, more) for (_, ids), one, more in zip(encoded, params, options, strict=True)]
+            _each(kind, requests, lambda each: handles.append(self.engine.submit(*each[:2], **each[2])))
             if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
                 answers = [child for handle in handles for child in handle.children]
                 watch(answers, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
@@ -159,6 +172,14 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
                 error.args = (f"{kind} {number}: {str(error).removeprefix('request: ')}",)
             raise
     return results
+
+
+def _options(priority: int | Sequence[int], salts: list[Any]) -> list[dict[str, Any]]:
+    """What ``Engine.submit`` gets beside the prompt and its parameters, for each."""
+    each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
+    if len(each) != len(salts):
+        raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
+    return [{"priority": one, "cache_salt": salt} for one, salt in zip(each, salts, strict=True)]
 
 
 def _listed(prompts: Any) -> list[Any]:

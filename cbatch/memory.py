@@ -17,11 +17,12 @@ from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.slot_state import SlotState, slot_state_bytes
 
+_MAX_BLOCKS = 1 << 18  # of a pool that is larger for the cache's sake: the host keeps some 100 bytes of each
 _GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
 
 
 def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
-    """Blocks of the pool: as asked, or as memory allows, but no more than every slot at full length can use.
+    """Blocks of the pool: as asked, or as memory allows, but without a prefix cache no more than every slot can use.
 
     Raises ConfigError if not even one block fits.
     """
@@ -31,6 +32,9 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
     page = page_bytes(groups, config.block_size, model.dtype)
     blocks_per_seq = -(-config.max_model_len // config.block_size) * len(groups)
     useful = config.max_num_seqs * blocks_per_seq + 1
+    if config.enable_prefix_caching:  # what no slot can use is cache
+        useful = max(useful, _MAX_BLOCKS)
+    useful = min(useful, (2**31 - 1) // config.block_size)  # slot numbers have 32 bits
     if model.device.type == "cuda":
         peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
         if not config.enforce_eager:

@@ -14,7 +14,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None  # first step that holds some of it was launched
     first_token_time: float | None = None  # first token handed out
     finished_time: float | None = None
-    num_cached_tokens: int = 0  # of the prompt, found in a prefix cache; there is none yet
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache and not computed
     num_preemptions: int = 0  # times its KV blocks were taken away and computed again
 
 

@@ -74,7 +74,8 @@ class PromptRows:
             if known < count:
                 landed.append((owner, records[begin + known : begin + count].copy()))
                 owner.num_landed = start + count
-                sequence.wants_prompt_logits = owner.num_landed < owner.num_wanted
+                if owner.num_landed == owner.num_wanted:  # should it be preempted, it is like any other
+                    sequence.wants_prompt_logits = sequence.skip_reading_prefix_cache = False
             begin += count
         return landed
 

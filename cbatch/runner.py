@@ -89,6 +89,19 @@ class Runner:
                 self.logprobs(sampled, landing)
         return logits
 
+    def take_spare(self, words: Tensor, sizes: StepSizes) -> None:
+        """Do, before the step, what it has behind its arrays: table changes that overflow it, and blocks to copy.
+
+        Launches kernel by kernel, on the compute stream: what steps in flight still read and write comes before it.
+        """
+        changes = 2 * sizes.num_overflow
+        if changes:
+            index, blocks = words[:changes].view(2, -1)
+            self._flat_tables[index.long()] = blocks
+        if sizes.num_copies:
+            sources, own = words[changes:].view(2, -1)
+            self.kv_cache.copy_blocks(sources, own)
+
     def run(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows | None = None) -> None:
         """Launch a step kernel by kernel."""
         if prompts is None:

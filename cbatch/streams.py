@@ -104,7 +104,8 @@ class CpuLane:
             step: _CpuStep = io.lane_state
             start = time.perf_counter()
             try:
-                io.device_words.copy_(io.host_words)
+                on_host, on_device = io.outbound
+                on_device.copy_(on_host)
                 copied = time.perf_counter()
                 compute()
                 computed = time.perf_counter()
@@ -162,7 +163,8 @@ class CudaLane:
             with torch.cuda.stream(self.h2d):
                 if marks is not None:
                     marks.h2d[0].record(self.h2d)
-                io.device_words.copy_(io.host_words, non_blocking=True)
+                on_host, on_device = io.outbound
+                on_device.copy_(on_host, non_blocking=True)
                 if marks is not None:
                     marks.h2d[1].record(self.h2d)
                 step.copied.record(self.h2d)

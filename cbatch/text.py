@@ -498,18 +498,22 @@ def render_chat(
 
 
 class PromptLike:
-    """A prompt as a user may write it, taken apart: ``text`` or ``token_ids``, the other is None."""
+    """A prompt as a user may write it, taken apart: ``text`` or ``token_ids``, the other is None; ``cache_salt``."""
 
-    __slots__ = ("text", "token_ids")
+    __slots__ = ("cache_salt", "text", "token_ids")
 
     def __init__(self, prompt: Any) -> None:
         self.text: str | None = None
         self.token_ids: list[int] | None = None
+        self.cache_salt: Any = None  # what it may be, the engine knows
         if isinstance(prompt, Mapping):
             keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            unknown = set(prompt) - {"prompt_token_ids", "prompt"}
+            unknown = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt"}
             if not keys or unknown:
-                raise InvalidRequestError(f"prompt {_short(prompt)} must hold prompt or prompt_token_ids, nothing else")
+                raise InvalidRequestError(
+                    f"prompt {_short(prompt)} must hold prompt or prompt_token_ids, and nothing else but cache_salt"
+                )
+            self.cache_salt = prompt.get("cache_salt")
             if "prompt_token_ids" in keys:
                 self.token_ids = _token_ids(prompt["prompt_token_ids"])
             text = prompt.get("prompt")

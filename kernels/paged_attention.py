@@ -6,7 +6,8 @@ Contract of every kernel here:
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
 - offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
-- nothing is read beyond a row's context, so stale NaN in a page cannot leak. Rows with context 0 give zeros.
+- nothing is read beyond a row's context, nor before the window of its first query, where its block table may have the
+  dummy block: stale NaN in a page cannot leak. Rows with context 0 give zeros.
 - a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
   of one query is the decode kernel's and any other the prefill kernel's, which is found out on the device.
 - every program waits for the kernels before it first of all (``pdl``): they wrote what it reads, metadata included.
@@ -147,6 +148,7 @@ def _attend_pages(
     block_table,  # at this row
     start,  # first key, a multiple of BLOCK_N
     end,  # one past the last key
+    lower,  # first key that some query sees: with a window, what lies before it may have no page any more
     window,
     scale,
     softcap,
@@ -195,6 +197,9 @@ def _attend_pages(
         if MASKED:
             k_mask = k_mask & (tokens < end)[:, None]
             v_mask = v_mask & (tokens < end)[:, None]
+            if HAS_WINDOW:
+                k_mask = k_mask & (tokens >= lower)[:, None]
+                v_mask = v_mask & (tokens >= lower)[:, None]
         key = tl.load(k_cache + k_offsets[:, None] + k_dims[None, :], mask=k_mask, other=0.0)
         value = tl.load(v_cache + v_offsets[:, None] + v_dims[None, :], mask=v_mask, other=0.0)
 
@@ -453,6 +458,7 @@ def _decode_kernel(
         block_tables + slot.to(tl.int64) * table_stride,
         start,
         end,
+        keys - window,
         window,
         scale,
         softcap,
@@ -631,6 +637,7 @@ def _prefill_kernel(
                     block_tables + slot * table_stride,
                     start if phase == 0 else (full_start if phase == 1 else full_end),
                     full_start if phase == 0 else (full_end if phase == 1 else end),
+                    past - window + 1,
                     window,
                     scale,
                     softcap,

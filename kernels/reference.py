@@ -46,8 +46,9 @@ def paged_attention(
 ) -> Tensor:
     """Return [num_tokens, num_heads, v_head_dim] in q's dtype, computed in float32 (float64 for float64 inputs).
 
-    Only the context_lens[r] tokens of a row are taken out of its pages, so what else lies there, NaN included, cannot
-    reach it. Rows with context 0, and tokens of no row, are zeros.
+    Of a row's context_lens[r] tokens, only those that some query sees are taken out of its pages. So what else lies
+    there, NaN included, cannot reach it, and what lies behind the window needs no page. Rows with context 0, and tokens
+    of no row, are zeros.
     """
     block_size, num_kv_heads = k_cache.shape[1:3]
     num_heads = q.shape[1]
@@ -58,17 +59,20 @@ def paged_attention(
         start, end = starts[row], starts[row + 1]
         if context_len == 0 or start == end:
             continue
-        num_blocks = -(-context_len // block_size)
-        blocks = block_tables[slots[row], :num_blocks].long()
-        # [context_len, num_heads, head_dim]: each KV head serves a run of query heads
-        keys = k_cache[blocks].flatten(0, 1)[:context_len].to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
-        values = v_cache[blocks].flatten(0, 1)[:context_len].to(dtype).repeat_interleave(num_heads // num_kv_heads, 1)
+        first = max(0, context_len - (end - start) - window + 1) if window else 0
+        begin = first // block_size
+        blocks = block_tables[slots[row], begin : -(-context_len // block_size)].long()
+        # [context_len - first, num_heads, head_dim]: each KV head serves a run of query heads
+        seen = slice(first - begin * block_size, context_len - begin * block_size)
+        group_size = num_heads // num_kv_heads
+        keys = k_cache[blocks].flatten(0, 1)[seen].to(dtype).repeat_interleave(group_size, 1)
+        values = v_cache[blocks].flatten(0, 1)[seen].to(dtype).repeat_interleave(group_size, 1)
 
         scores = torch.einsum("qhd,khd->hqk", q[start:end].to(dtype), keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         query_positions = torch.arange(context_len - (end - start), context_len, device=q.device)[:, None]
-        key_positions = torch.arange(context_len, device=q.device)[None, :]
+        key_positions = torch.arange(first, context_len, device=q.device)[None, :]
         visible = key_positions <= query_positions
         if window:
             visible &= query_positions - key_positions < window
@@ -76,7 +80,7 @@ def paged_attention(
         if sinks is not None:  # one more column, which takes its share of the softmax and brings no value
             column = sinks.to(dtype)[:, None, None].expand(-1, end - start, 1)
             scores = torch.cat([scores, column], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :context_len]
+        weights = torch.softmax(scores, dim=-1)[..., : context_len - first]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
     return out
 

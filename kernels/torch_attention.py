@@ -95,9 +95,13 @@ class TorchAttention:
                 continue
             keys, values = k[start:end], v[start:end]
             if context_len > end - start:  # not all of the context came in this step: the rest is in the pages
-                blocks = batch.block_tables[group, self._row_slots[row], : -(-context_len // block_size)]
-                keys = k_cache.index_select(0, blocks).flatten(0, 1)[:context_len]
-                values = v_cache.index_select(0, blocks).flatten(0, 1)[:context_len]
+                # From the first key on that some query sees: behind the window there may be no pages any more.
+                first = max(0, start + context_len - end - window + 1) if window else 0
+                begin = first // block_size
+                blocks = batch.block_tables[group, self._row_slots[row], begin : -(-context_len // block_size)]
+                visible = slice(first - begin * block_size, context_len - begin * block_size)
+                keys = k_cache.index_select(0, blocks).flatten(0, 1)[visible]
+                values = v_cache.index_select(0, blocks).flatten(0, 1)[visible]
             out[start:end] = _attend_chunk(q[start:end], keys, values, scale, window, softcap, sinks)
         return out
 
@@ -345,7 +349,7 @@ def _attend_chunk(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One prefill row: its queries are the last query_len positions of its context."""
+    """One prefill row: its queries are the last query_len positions of its context, or of what they see of it."""
     query_len, context_len, num_kv_heads = q.shape[0], keys.shape[0], keys.shape[1]
     simple = not softcap and sinks is None
     if simple and query_len == context_len and (not window or window >= context_len):

@@ -367,7 +367,7 @@ class Scheduler:
             prefix = None
             if self.prefix_cache is not None:
                 prefix = self._match(sequence)
-                if self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank):
+                if self._is_coming(sequence, prefix):
                     num_kept += 1
                     kept_blocks += self._wanted(sequence, prefix)
                     if num_kept == LOOK_AHEAD:
@@ -437,8 +437,17 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> Node:
         """The longest cached prefix of a waiting sequence. Costs nothing where it is what it was the last time."""
         assert self.prefix_cache is not None
+        if sequence.skip_reading_prefix_cache:
+            return self.prefix_cache.root
         sequence.node = self.prefix_cache.match(sequence.node, sequence.token_ids, sequence.cache_salt)
         return sequence.node
+
+    def _is_coming(self, sequence: Sequence, prefix: Node) -> bool:
+        """Whether the block behind the prefix is being computed by a prefill that goes before the sequence."""
+        assert self.prefix_cache is not None
+        if sequence.skip_reading_prefix_cache:
+            return False
+        return self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank)
 
     def _wanted(self, sequence: Sequence, prefix: Node | None) -> int:
         """Most blocks that a waiting sequence holds until all its known tokens are computed."""

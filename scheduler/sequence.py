@@ -25,7 +25,8 @@ class Sequence:
     ``payload`` is the caller's own object, handed back untouched with every landed token. ``max_len`` is the total
     length at which the sequence ends. ``sampling_bits`` (int32) goes to the device with the slot, and ``flags`` are
     OR-ed over a step; the scheduler reads neither. Of two sequences, the one with the smaller ``priority`` goes first
-    where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``.
+    where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``. One that has
+    ``skip_reading_prefix_cache`` computes every token itself, as where something is wanted of each; others may hit it.
 
     ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
 
@@ -52,6 +53,7 @@ class Sequence:
         "priority",
         "rank",
         "sampling_bits",
+        "skip_reading_prefix_cache",
         "slot",
         "status",
         "stop_token_ids",
@@ -70,6 +72,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: bytes = b"",
         wants_prompt_logits: bool = False,
+        skip_reading_prefix_cache: bool = False,
         payload: object = None,
     ) -> None:
         self.token_ids = prompt_token_ids  # while waiting: all that is known; while running the slot's row is newer
@@ -81,6 +84,7 @@ class Sequence:
         self.priority = priority
         self.cache_salt = cache_salt
         self.wants_prompt_logits = wants_prompt_logits
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
         self.status = Status.WAITING
         self.arrival = -1

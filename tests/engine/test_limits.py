@@ -7,7 +7,7 @@ import torch
 from cbatch.errors import InvalidRequestError
 from cbatch.limits import Limits
 
-LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, num_groups=1, block_size=4)
+LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, longest_len=64, blocks_for=lambda n: -(-n // 4))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""A paged step of any shape with its dense truth. All that is not live in the pool is NaN, so a leak cannot hide."""
+"""A paged step of any shape with its dense truth. All that is not live in the pool is NaN, so a leak cannot hide.
+
+What lies behind the window of a row's first query is not live: its blocks were given back, and the row's block table
+has the dummy block there.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ def make_step(
     softcap: float = 0.0,
     sinks: bool = False,
     num_padding: int = 0,  # tokens after the last row, which write to the dummy block
+    drops_unseen: bool = True,  # give back the blocks behind the window
     heads_first: bool = False,  # a page holds head behind head, not token behind token
     seed: int = 0,
 ) -> PagedStep:
@@ -105,11 +110,12 @@ def make_step(
     row_slots = torch.randperm(num_slots, generator=generator)[: len(rows)].int()
     dense, new_k, new_v, slot_mapping = [], [], [], []
     for row, (query_len, context_len) in enumerate(rows):
-        mine = [blocks.pop() for _ in range(counts[row])]
+        gone = max(0, context_len - query_len - window + 1) // block_size if window and drops_unseen else 0
+        mine = [0] * gone + [blocks.pop() for _ in range(counts[row] - gone)]
         block_tables[1, row_slots[row], : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         keys, values = rand(context_len, num_kv_heads, head_dim), rand(context_len, num_kv_heads, v_head_dim)
         dense.append((keys, values))
-        for token in range(context_len - query_len):
+        for token in range(gone * block_size, context_len - query_len):
             k_cache[mine[token // block_size], token % block_size] = keys[token]
             v_cache[mine[token // block_size], token % block_size] = values[token]
         if context_len:

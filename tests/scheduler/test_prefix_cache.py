@@ -428,3 +428,25 @@ def test_blocks_out_of_a_window_limit_where_computing_resumes() -> None:
     for lost, depth in ((0, 6), (3, 6), (4, 3), (2, 0)):
         cache._forget(path[lost][1])
         assert cache.resumable(node).depth == depth, f"column {lost} is lost"
+
+
+def test_who_skips_the_cache_computes_every_token_and_leaves_it_for_others() -> None:
+    """Log-probabilities of a prompt are made where its tokens are computed: none of them may come out of the cache.
+
+    Nor does it wait for a prefix that someone before it is about to compute.
+    """
+    driver = caching()
+    finish(driver, PREFIX[:16], 18)
+    computed = driver.num_computed
+    driver.add(PREFIX[:16], 18, skip_reading_prefix_cache=True)
+    driver.run()
+    assert driver.num_computed - computed == 17
+    driver.scheduler.reset_prefix_cache()
+    first = driver.add(PREFIX, 22)
+    second = driver.add(PREFIX, 22, skip_reading_prefix_cache=True)
+    third = driver.add(PREFIX, 22)
+    driver.step()
+    assert (first.slot >= 0, second.slot >= 0, third.slot >= 0) == (True, True, False)
+    driver.run()
+    assert first.payload.tokens == second.payload.tokens == third.payload.tokens == solo(PREFIX, 22)
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (0, 16)

@@ -1,0 +1,361 @@
+"""Prefixes, windows and forks through the whole engine: what is not computed again must not be seen in any token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine import Engine
+from cbatch.errors import ConfigError, EngineClosedError, InvalidRequestError
+from cbatch.llm import LLM
+from cbatch.request import RequestHandle
+from cbatch.sampling_params import SamplingParams
+from cbatch.scheduler.sequence import Sequence, Status
+from tests.counting import CountingModel, counted
+from tests.engine.test_families import by_generate
+from tests.models.families import VOCAB_SIZE, WINDOW, make_tiny
+
+Start = Callable[..., Engine]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, references and prefixes are added up after every step."""
+    monkeypatch.setenv("CBATCH_DEBUG", "1")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(CountingModel, "default_device", request.param)
+    return str(request.param)
+
+
+@cache
+def model(family: str = "llama", device: str = "cpu") -> Any:
+    return make_tiny(family, device=device)
+
+
+def start(family: str = "llama", device: str = "cpu", **options: Any) -> Engine:
+    defaults = {
+        "max_num_seqs": 6, "block_size": 4, "num_blocks": 200, "max_num_batched_tokens": 24,
+        "enable_prefix_caching": True,
+    }  # fmt: skip
+    return Engine.from_model(model(family, device), **{**defaults, **options})
+
+
+def greedy(max_tokens: int = 12, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def tokens(handle: RequestHandle) -> list[list[int]]:
+    return [output.token_ids for output in handle.result(120).outputs]
+
+
+def prompts() -> list[list[int]]:
+    """Some share much, some little, one is another's beginning, two are the same, one is alone."""
+    dice = torch.Generator().manual_seed(5)
+    system = torch.randint(3, VOCAB_SIZE, (23,), generator=dice).tolist()
+    tails = [torch.randint(3, VOCAB_SIZE, (n,), generator=dice).tolist() for n in (1, 2, 5, 9, 17)]
+    shared = [system + tail for tail in tails]
+    return [*shared, system[:16], system, system, system[:9] + tails[4], tails[3]]
+
+
+def at_rest(engine: Engine) -> None:
+    """Closed, and all that was taken is back."""
+    engine.close()
+    engine.scheduler.check()
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
+    assert not engine.scheduler.num_running and not engine.scheduler.num_waiting and not engine._live
+
+
+@cache
+def alone(family: str = "llama", n: int = 1, device: str = "cpu") -> list[list[list[int]]]:
+    """What each prompt gets with nobody beside it, nothing cached and one step in flight."""
+    with start(family, device, schedule="sync", enable_prefix_caching=False) as engine:
+        return [tokens(engine.submit(prompt, params(n), str(i))) for i, prompt in enumerate(prompts())]
+
+
+def params(n: int) -> SamplingParams:
+    return greedy() if n == 1 else SamplingParams(n=n, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
+
+
+def preempt_often(engine: Engine, times: int = 3) -> None:
+    """Send every sequence back to the queue so often, at one offset or another, with its tokens in flight."""
+    scheduler, plan, calls = engine.scheduler, engine.scheduler.plan, iter(range(10**6))
+
+    def preempting(host_batch: Any) -> Any:
+        call = next(calls)
+        for sequence in scheduler.tables.sequences.tolist():
+            if sequence is not None and sequence.arrival % 3 == call % 3 and sequence.num_preemptions < times:
+                scheduler._preempt(sequence)
+        return plan(host_batch)
+
+    scheduler.plan = preempting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "longest_prefix"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_equal_solo_with_the_cache_cold_and_warm(device: str, policy: str, schedule: str, caching: bool) -> None:
+    if policy == "longest_prefix" and not caching:
+        pytest.skip("needs the cache")
+    with start(device=device, scheduling_policy=policy, schedule=schedule, enable_prefix_caching=caching) as engine:
+        for temperature in ("cold", "warm"):
+            handles = [
+                engine.submit(prompt, greedy(), priority=i % 3 - 1 if policy == "priority" else 0)
+                for i, prompt in enumerate(prompts())
+            ]
+            assert [tokens(handle) for handle in handles] == alone(device=device), temperature
+        stats = engine.stats()
+        assert bool(stats["num_hit_tokens"]) == caching and bool(stats["num_cached_blocks"]) == caching
+        if caching:  # in the second round all whole blocks of all prompts were there
+            cached = sum((len(prompt) - 1) // 4 * 4 for prompt in prompts())
+            assert sum(handle.metrics.num_cached_tokens for handle in handles) == cached
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "sync"}, {"depth": 4}, {"enable_prefix_caching": False}])
+def test_tokens_equal_solo_though_each_is_preempted_three_times(options: dict[str, Any]) -> None:
+    """A resumed request finds its own blocks in the cache, as far as its tokens had landed: none is lost or doubled."""
+    with start(**options) as engine:
+        preempt_often(engine)
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone()
+        assert [handle.metrics.num_preemptions for handle in handles] == [3] * len(handles)
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("num_blocks", [15, 25])
+def test_five_times_the_pool_is_served(num_blocks: int) -> None:
+    """Blocks run out, cached ones are taken, running ones preempted: it shows in no token."""
+    with start(num_blocks=num_blocks, max_model_len=55) as engine:
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts() * 3]
+        assert [tokens(handle) for handle in handles] == alone() * 3
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_parallel_answers_draw_as_without_a_cache(caching: bool) -> None:
+    with start(enable_prefix_caching=caching, max_num_seqs=8) as engine:
+        handles = [engine.submit(prompt, params(4), str(i)) for i, prompt in enumerate(prompts())]
+        assert [tokens(handle) for handle in handles] == alone(n=4)
+        at_rest(engine)
+
+
+def test_wholly_cached_prompt_computes_its_last_token_alone(device: str) -> None:
+    """One of k whole blocks computes its last block: the last token is written, and not into a shared block."""
+    model = CountingModel()
+    model.record = True
+    engine = Engine.from_model(model, block_size=4, num_blocks=60, max_num_seqs=4, enforce_eager=True)
+    for length, computed in ((17, 1), (16, 4), (15, 3), (1, 1)):
+        assert tokens(engine.submit(list(range(length)), greedy(1))) == [counted(length - 1, 1)]
+        model.seen.clear()
+        handle = engine.submit(list(range(length)), greedy(1))
+        assert tokens(handle) == [counted(length - 1, 1)]
+        assert model.seen == [list(range(length - computed, length))]
+        assert handle.metrics.num_cached_tokens == length - computed
+    at_rest(engine)
+
+
+def test_a_long_hit_overflows_the_slab_and_still_reaches_the_device(device: str) -> None:
+    """A hit of many blocks changes more of a block table than the arrays of a small step have room for."""
+    with start(device=device, block_size=1, num_blocks=600) as engine:
+        overflows = []
+        plan = engine.scheduler.plan
+
+        def noting(host_batch: Any) -> Any:
+            step = plan(host_batch)
+            overflows.append(step.sizes.num_overflow if step is not None else 0)
+            return step
+
+        engine.scheduler.plan = noting  # type: ignore[method-assign]
+        for _ in range(2):
+            for i, prompt in enumerate(prompts()):
+                assert tokens(engine.submit(prompt, greedy())) == alone(device=device)[i]
+        assert max(overflows) > 20
+        at_rest(engine)
+
+
+def test_a_fork_goes_on_from_a_copy_of_the_last_block(device: str) -> None:
+    """The child shares whole blocks; the one that its parent goes on writing to is copied before its first step."""
+    prompt = prompts()[4]
+    (answer,) = alone(device=device)[4]
+    with start(device=device) as engine:
+        scheduler, add, parents = engine.scheduler, engine.scheduler.add, []
+        plan, copies = scheduler.plan, []
+
+        def forking(sequence: Sequence) -> None:
+            parent = parents[0]
+            assert parent.status is Status.RUNNING and scheduler.fork(parent, sequence)
+            assert sequence.num_cached_tokens % 4, "the last block is whole: nothing would be copied"
+
+        def noting(host_batch: Any) -> Any:
+            step = plan(host_batch)
+            if step is not None:
+                copies.append(step.sizes.num_copies)
+                if not parents and step.sequences.size and scheduler.tables.num_landed[step.slots[0]] == 43:
+                    parents.append(step.sequences[0])
+                    scheduler.add = forking  # type: ignore[method-assign]
+                    children.append(engine.submit(prompt + answer[:3] + [7], greedy()))
+            return step
+
+        children: list[RequestHandle] = []
+        scheduler.plan = noting  # type: ignore[method-assign]
+        parent = engine.submit(prompt, greedy())
+        assert tokens(parent) == [answer]
+        (forked,) = tokens(children[0])
+        assert sum(copies) == 1
+        scheduler.add = add  # type: ignore[method-assign]
+        at_rest(engine)
+    with start(device=device, schedule="sync", enable_prefix_caching=False) as engine:
+        assert tokens(engine.submit(prompt + answer[:3] + [7], greedy())) == [forked]
+
+
+# ---- who shares with whom
+
+
+def test_prefixes_are_shared_within_a_salt_only() -> None:
+    prompt = list(range(5, 30))
+    with start() as engine:
+        hits = []
+        for salt in (None, "a", "b", "a", None):
+            handle = engine.submit(prompt, greedy(1), cache_salt=salt)
+            tokens(handle)
+            hits.append(handle.metrics.num_cached_tokens)
+        assert hits == [0, 0, 0, 24, 24]
+        assert (engine.stats()["num_asked_tokens"], engine.stats()["num_hit_tokens"]) == (5 * 25, 2 * 24)
+        engine.reset_stats()
+        assert (engine.stats()["num_asked_tokens"], engine.stats()["num_hit_tokens"]) == (0, 0)
+    for wrong in ("", 3, b"a"):
+        with start() as engine, pytest.raises(InvalidRequestError, match=r"cache_salt is .* must be a string"):
+            engine.submit(prompt, greedy(1), cache_salt=wrong)  # type: ignore[arg-type]
+
+
+def test_after_a_reset_nothing_is_hit() -> None:
+    """Weights have changed: what old ones have made must not be mixed with what the new ones make."""
+    own = make_tiny("llama")
+    prompt = prompts()[4]
+    with Engine.from_model(own, block_size=4, num_blocks=60, enable_prefix_caching=True) as engine:
+        old = tokens(engine.submit(prompt, greedy()))
+        with torch.no_grad():
+            for weight in own.parameters():
+                weight.mul_(-1.25)
+        engine.reset_prefix_cache()
+        handle = engine.submit(prompt, greedy())
+        new = tokens(handle)
+        assert handle.metrics.num_cached_tokens == 0 and new != old
+        at_rest(engine)
+        with pytest.raises(EngineClosedError):
+            engine.reset_prefix_cache()
+    with Engine.from_model(own, block_size=4, num_blocks=60, enable_prefix_caching=False) as engine:
+        assert tokens(engine.submit(prompt, greedy())) == new
+
+
+def test_a_module_that_may_be_trained_beside_the_engine_has_no_cache_unless_asked() -> None:
+    for options, caching in (({}, False), ({"enable_prefix_caching": True}, True)):
+        with Engine.from_model(model(), num_blocks=9, **options) as engine:
+            assert engine.config.enable_prefix_caching is caching
+    with Engine.from_model(CountingModel(), num_blocks=9) as engine:
+        assert engine.config.enable_prefix_caching is True
+
+
+def test_options_that_contradict_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"longest_prefix.*enable_prefix_caching is False"):
+        start(scheduling_policy="longest_prefix", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="scheduling_policy is 'lifo'"):
+        start(scheduling_policy="lifo")
+    with pytest.raises(ConfigError, match="enable_prefix_caching is 1"):
+        start(enable_prefix_caching=1)
+    with start() as engine, pytest.raises(InvalidRequestError, match="priority is 1, but scheduling_policy is 'fcfs'"):
+        engine.submit([1], greedy(1), priority=1)
+    with start(scheduling_policy="priority") as engine:
+        for wrong in (2**22, -(2**22), 0.5, True):
+            with pytest.raises(
+                InvalidRequestError, match=r"priority is .* must be an integer from -4194303 to 4194303"
+            ):
+                engine.submit([1], greedy(1), priority=wrong)  # type: ignore[arg-type]
+
+
+def test_the_smaller_priority_is_served_first() -> None:
+    """One slot: a smaller number displaces the one that runs, which ends later with its own tokens."""
+    model = CountingModel()
+    model.gate.clear()
+    engine = Engine.from_model(
+        model, max_num_seqs=1, block_size=4, num_blocks=33, scheduling_policy="priority", depth=2
+    )
+    handles = [engine.submit([i], greedy(20), priority=p) for i, p in enumerate((5, 1, -3))]
+    model.gate.set()
+    assert [tokens(handle) for handle in handles] == [[counted(i, 20)] for i in range(3)]
+    ends = [handle.metrics.finished_time for handle in handles]
+    assert sorted(ends) == ends[::-1]
+    at_rest(engine)
+
+
+def test_llm_takes_priorities_and_salts() -> None:
+    with LLM(CountingModel(), num_blocks=33, block_size=4, scheduling_policy="priority") as llm:
+        prompts = [{"prompt_token_ids": list(range(9)), "cache_salt": salt} for salt in ("a", "b", "a")]
+        outputs = [llm.generate(prompt, greedy(2), priority=1)[0] for prompt in prompts]
+        assert [output.metrics.num_cached_tokens for output in outputs] == [0, 0, 8]
+        llm.reset_prefix_cache()
+        (output,) = llm.generate(prompts[:1], greedy(2), priority=[-1])
+        assert output.metrics.num_cached_tokens == 0
+        with pytest.raises(InvalidRequestError, match="3 prompts, but 2 priorities"):
+            llm.generate(prompts, greedy(2), priority=[1, 2])
+
+
+# ---- windows
+
+
+@pytest.fixture(params=["mistral", "gemma2", "gemma3_text"])
+def windowed(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_windows_equal_generate_around_their_edge(
+    windowed: str, device: str, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one less than the window, the window, one more, and far beyond; in one chunk and in many."""
+    dice = torch.Generator().manual_seed(2)
+    lengths = (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 40)
+    several = [torch.randint(3, VOCAB_SIZE, (n,), generator=dice).tolist() for n in lengths]
+    monkeypatch.setattr("tests.engine.test_families.prompts", lambda: several)
+    expected = by_generate(model(windowed, device))
+    for budget in (6, 64):
+        options = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching}
+        with start(windowed, device, **options) as engine:
+            for _ in range(2):
+                handles = [engine.submit(prompt, greedy(24)) for prompt in several]
+                assert [tokens(handle)[0] for handle in handles] == expected
+            at_rest(engine)
+
+
+def test_windows_survive_preemption_and_shared_prefixes(windowed: str) -> None:
+    with start(windowed) as engine:
+        preempt_often(engine)
+        for _ in range(2):
+            handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+            assert [tokens(handle) for handle in handles] == alone(windowed)
+        at_rest(engine)
+
+
+def test_a_window_holds_its_blocks_alone(device: str) -> None:
+    """All layers of this model see 8 positions: 200 tokens fit into a pool that could not hold a quarter of them."""
+    with start("mistral", device, num_blocks=9, max_num_batched_tokens=8, enable_prefix_caching=False) as engine:
+        most = []
+        plan = engine.scheduler.plan
+
+        def noting(host_batch: Any) -> Any:
+            step = plan(host_batch)
+            most.append(int((engine.scheduler.blocks.ref_counts > 0).sum()))
+            return step
+
+        engine.scheduler.plan = noting  # type: ignore[method-assign]
+        assert len(tokens(engine.submit([5] * 100, greedy(100)))[0]) == 100
+        assert max(most) <= engine.scheduler.block_tables.blocks_for(200, chunk=8) <= 5
+        at_rest(engine)
