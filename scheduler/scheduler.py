@@ -101,6 +101,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
+        self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``go_on``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -178,6 +179,14 @@ class Scheduler:
         self._forked.add(child)
         return True
 
+    def go_on(self, sequence: Sequence, token: int) -> None:
+        """Let a sequence that has paused, and whose sampled token has landed, go on with another token in its place."""
+        t, slot = self.tables, sequence.slot
+        assert sequence in self._paused and t.num_landed[slot] == t.num_tokens[slot]
+        t.tokens[slot, t.num_tokens[slot] - 1] = token
+        self._paused.discard(sequence)
+        insort(self._prefilling, sequence, key=_rank)
+
     def _give_rank(self, sequence: Sequence) -> None:
         assert abs(sequence.priority) <= MAX_PRIORITY
         sequence.arrival = sequence.rank = self._num_arrivals
@@ -240,8 +249,9 @@ class Scheduler:
     def _release_slot(self, sequence: Sequence) -> None:
         """Give slot and blocks back. A step in flight may still use them: any reuse is a later step, ordered behind."""
         t, slot = self.tables, sequence.slot
-        if not t.decoding[slot]:
+        if not t.decoding[slot] and sequence not in self._paused:
             self._prefilling.remove(sequence)
+        self._paused.discard(sequence)
         self.block_tables.clear(slot)
         if self.prefix_cache is not None and sequence.node is not None:
             self._withdraw(sequence)
@@ -548,7 +558,7 @@ class Scheduler:
     def _announce(self, sequence: Sequence) -> None:
         """Let those with the same prefix wait for the next block that a prefill computes."""
         t, slot, size = self.tables, sequence.slot, self.block_size
-        if self.prefix_cache is None or sequence.node is None or t.decoding[slot]:
+        if self.prefix_cache is None or sequence.node is None or t.decoding[slot] or sequence in self._paused:
             return
         start = sequence.node.depth * size
         if start + size <= t.num_tokens[slot]:
@@ -616,11 +626,15 @@ class Scheduler:
                     host.sample_rows[sample] = stop - 1
                     host.out_slots[sample] = slot
                     t.num_tokens[slot] = end + 1
-                    t.decoding[slot] = True
+                    if sequence.pauses:
+                        self._paused.add(sequence)
+                    else:
+                        t.decoding[slot] = True
                     sampled.append(slot)
                     sample += 1
                 token, row = stop, row + 1
-            self._prefilling = [sequence for sequence in self._prefilling if not t.decoding[sequence.slot]]
+            over = t.decoding
+            self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
             slots = np.concatenate((slots, np.array(sampled, np.intp)))
         num_samples = int(slots.size)
 

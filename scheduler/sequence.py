@@ -30,7 +30,8 @@ class Sequence:
 
     ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
 
-    ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once.
+    ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once. One that
+    ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``go_on``.
 
     ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
     counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every
@@ -48,6 +49,7 @@ class Sequence:
         "num_landed",
         "num_preemptions",
         "num_prompt_tokens",
+        "pauses",
         "payload",
         "pending",
         "priority",
@@ -72,6 +74,7 @@ class Sequence:
         priority: int = 0,
         cache_salt: bytes = b"",
         wants_prompt_logits: bool = False,
+        pauses: bool = False,
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
     ) -> None:
@@ -84,6 +87,7 @@ class Sequence:
         self.priority = priority
         self.cache_salt = cache_salt
         self.wants_prompt_logits = wants_prompt_logits
+        self.pauses = pauses
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
         self.status = Status.WAITING

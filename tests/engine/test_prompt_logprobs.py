@@ -156,6 +156,17 @@ def test_preempted_in_the_middle_of_its_prompt(
         engine.scheduler.check()
 
 
+def test_warm_cache_is_not_read_and_others_still_hit_it(model: nn.Module) -> None:
+    with start(model, enable_prefix_caching=True) as engine:
+        for i in range(2):
+            output = engine.submit(prompt_of(41), asking(2)).result(120)
+            check(model, output, 2)
+            assert output.metrics.num_cached_tokens == 0, i
+        plain = engine.submit(prompt_of(41), asking(0, prompt_logprobs=None)).result(120)
+        assert plain.metrics.num_cached_tokens == 40
+        assert plain.outputs[0].token_ids == output.outputs[0].token_ids
+
+
 def test_together_with_logprobs_and_several_answers(model: nn.Module) -> None:
     with start(model) as engine:
         params = asking(2, n=3, temperature=1.0, seed=5, logprobs=1)
