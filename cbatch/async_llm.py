@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
 from cbatch.outputs import RequestOutput
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.text import OutputMaker, PromptLike, check_conversation, encode_prompt, render_chat
 
 if TYPE_CHECKING:
@@ -90,6 +90,22 @@ class AsyncLLM:
         length = sum(len(str(message)) for message in messages)
         options = {"priority": priority, "cache_salt": cache_salt}
         return self._stream(write, length, sampling_params, request_id, options)
+
+    async def beam_search(
+        self, prompt: Any, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+    ) -> RequestOutput:
+        """Searches for the most likely answers; see ``LLM.beam_search``. Cancelling the task aborts it."""
+        taken = PromptLike(prompt)
+        token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
+        handle = self.engine.submit_beam_search(
+            token_ids, params, request_id, priority=priority, cache_salt=taken.cache_salt
+        )
+        try:
+            output = await handle.aresult()
+        finally:
+            handle.abort()  # nothing happens if it has ended
+        output.prompt = taken.text
+        return output
 
     async def abort(self, request_id: str) -> None:
         """Ends a running stream; its last output says ``"abort"``. Nothing happens if there is no such stream."""

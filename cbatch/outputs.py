@@ -57,6 +57,8 @@ class CompletionOutput:
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, or None while it runs; an error is raised instead.
     ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
     end-of-sequence token.
+
+    ``score`` is a beam's, by which the answers of a beam search are ordered.
     """
 
     index: int
@@ -66,6 +68,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:

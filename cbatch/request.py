@@ -101,7 +101,7 @@ class RequestHandle:
 
     async def anext_chunk(self) -> Chunk:
         """``next_chunk`` for an event loop: suspends the task, never blocks the loop."""
-        await _until_ready([self])
+        await until_ready([self])
         return self._take()
 
     async def anext_chunks(self) -> list[tuple[int, Chunk]]:
@@ -126,7 +126,7 @@ class RequestHandle:
         """
         if not self._wait_for_end(timeout):
             raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
-        answers = [child._answer() for child in self.children]
+        answers = self._answers()
         prompt_logprobs = self.readable_prompt_logprobs()
         return RequestOutput(
             self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics, prompt_logprobs
@@ -145,6 +145,9 @@ class RequestHandle:
 
     def _wait_for_end(self, timeout: float | None) -> bool:
         return self._wait(lambda: self.finished, self._result_waiters, timeout)
+
+    def _answers(self) -> list[CompletionOutput]:
+        return [child._answer() for child in self.children]
 
     def _answer(self) -> CompletionOutput:
         """All of it, once it has ended; raises what ended it."""
@@ -344,7 +347,7 @@ class ParallelHandle(RequestHandle):
         running = [child for child in self._children if not child._end_read]
         if not running:
             raise EOFError(f"request {self.request_id}: all answers have ended, and their last chunks were taken")
-        await _until_ready(running)
+        await until_ready(running)
         return [(child.index, child._take()) for child in running if child._ready()]
 
     def abort(self) -> None:
@@ -366,7 +369,7 @@ class ParallelHandle(RequestHandle):
         )
 
 
-async def _until_ready(handles: list[RequestHandle]) -> None:
+async def until_ready(handles: list[RequestHandle]) -> None:
     """Suspend the task until one of them has something to take."""
     while not any(handle._ready() for handle in handles):
         loop = asyncio.get_running_loop()

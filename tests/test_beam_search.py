@@ -77,9 +77,7 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
 def test_same_beams_as_transformers(model: nn.Module, early_stopping: bool | str, length_penalty: float) -> None:
     ended = set()
-    for width, prompt, eos in itertools.product(
-        (2, 5), ([3, 1, 4], [1, 5, 9, 2, 6]), ((EOS,), (EOS, 23, 41, 60))
-    ):
+    for width, prompt, eos in itertools.product((2, 5), ([3, 1, 4], [1, 5, 9, 2, 6]), ((EOS,), (EOS, 23, 41, 60))):
         params = BeamSearchParams(width, 12, length_penalty=length_penalty, early_stopping=early_stopping)
         found = searched(model, prompt, params, eos)
         check(found, generated(model, prompt, params, eos))
@@ -87,7 +85,7 @@ def test_same_beams_as_transformers(model: nn.Module, early_stopping: bool | str
         for one in found:
             assert one.finish_reason == ("stop" if one.token_ids[-1] in eos else "length")
             assert one.score == pytest.approx(one.logprob / len(one.token_ids) ** length_penalty, rel=1e-5)
-    assert len(ended) > 1, ended
+    assert len(ended) > 2 or length_penalty > 1, ended
 
 
 @pytest.mark.parametrize("width", [1, 19])
@@ -166,5 +164,3 @@ def test_scores_beyond_float32_are_an_order_all_the_same(penalty: float) -> None
 def test_parameters_out_of_range(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **given})
-
-
