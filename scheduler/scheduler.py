@@ -362,7 +362,8 @@ class Scheduler:
         """Start waiting sequences in the policy's order, all or those that rank before a running prefill.
 
         Returns what is left of the budget. Who has no room blocks those behind it. Who waits for a prefix that a
-        running prefill is computing lets others pass, but keeps a slot and the blocks that it needs.
+        running prefill is computing, or for logits of its prompt, lets others pass, but keeps a slot and the blocks
+        that it needs.
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
@@ -370,19 +371,20 @@ class Scheduler:
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
                 break
-            if sequence.wants_prompt_logits and not self._prompt_logits_left:
-                break
             if reserved is None:
                 reserved = self._reserved()
             prefix = None
+            waits = sequence.wants_prompt_logits and not self._prompt_logits_left
             if self.prefix_cache is not None:
                 prefix = self._match(sequence)
-                if self._is_coming(sequence, prefix):
-                    num_kept += 1
-                    kept_blocks += self._wanted(sequence, prefix)
-                    if num_kept == LOOK_AHEAD:
-                        break
-                    continue
+                waits = waits or self._is_coming(sequence, prefix)
+            if waits:
+                num_kept += 1
+                kept_blocks += self._wanted(sequence, prefix)
+                if num_kept == LOOK_AHEAD:
+                    break
+                continue
+            if self.prefix_cache is not None and prefix is not None:
                 prefix = self.prefix_cache.resumable(prefix)
                 num_columns += prefix.depth
                 if admitted and num_columns > self.max_shared_columns:
