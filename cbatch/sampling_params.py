@@ -276,7 +276,7 @@ def table() -> str:
 
 def _rows(params: type) -> str:
     return "".join(
-        f"| `{field.name}` | `{_default(field.default)}` | {field.metadata['limits']} | {field.metadata['help']} |\n"
+        f"| `{field.name}` | {_default(field.default)} | {field.metadata['limits']} | {field.metadata['help']} |\n"
         for field in dataclasses.fields(params)
     )
 
@@ -307,8 +307,8 @@ The fields of `cbatch.BeamSearchParams`, for `LLM.beam_search`. Scores and rules
 
 def _default(value: Any) -> str:
     if value is dataclasses.MISSING:
-        return "required"
-    return str(value) if isinstance(value, enum.Enum) else repr(value)
+        return "needed"
+    return f"`{value if isinstance(value, enum.Enum) else repr(value)}`"
 
 
 # ---- one check a parameter: takes its name and value, gives back the value to keep
