@@ -22,7 +22,7 @@ from cbatch.sampler import encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
 from cbatch.scheduler.scheduler import Scheduler
-from cbatch.scheduler.sequence import Sequence
+from cbatch.scheduler.sequence import Sequence, Status
 from cbatch.text import make_detokenizer
 
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)  # what is sampled does not count; its log-probabilities do
@@ -141,7 +141,7 @@ class Beams:
         return landed, tuple(each[others] for each in logprobs), over
 
     def make_room(self) -> bool:
-        """Give slots and blocks of one search's paused beams back, when nothing else can run; False if there are none.
+        """Give slots and blocks of a search's landed beams back, when nothing else can run; False if there are none.
 
         Their log-probabilities are here, so they are computed again only if the search goes on with them.
         """
@@ -197,10 +197,11 @@ class _Group:
             self._scheduler.abort(beam)
 
     def make_room(self) -> bool:
-        paused = [beam for index, beam in enumerate(self._beams) if self._pauses(index)]
-        for beam in paused:
+        landed = [beam for beam, record in zip(self._beams, self._records, strict=True) if record is not None]
+        kept = [beam for beam in landed if beam.status is not Status.FINISHED]  # one may have been preempted since
+        for beam in kept:
             self._scheduler.abort(beam)
-        return bool(paused)
+        return bool(kept)
 
     def _pauses(self, index: int) -> bool:
         """Whether a beam is in its slot as it has landed."""
