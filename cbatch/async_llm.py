@@ -37,6 +37,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams one answer, or ``n``.
 
@@ -51,16 +52,18 @@ class AsyncLLM:
             sampling_params: None: what the model's generation_config asks for.
             request_id: a name for ``abort``; it must not be that of a running request. None: one is made up.
             priority: with ``scheduling_policy="priority"``, the smaller goes first.
+            timeout_s: if it has not ended by then, its last output says ``"timeout"``.
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
                 once, the rest by the first step of the iteration.
+            EngineOverloadedError: ``max_queue_size`` wait already; raised by the first step of the iteration.
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)
         tokenizer = self.engine.tokenizer
         length = len(taken.text or "")
-        options = {"priority": priority, "cache_salt": taken.cache_salt}
+        options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
         return self._stream(lambda: (taken.text, taken.encode(tokenizer)), length, sampling_params, request_id, options)
 
     def chat(
@@ -73,6 +76,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it.
 
@@ -88,18 +92,23 @@ class AsyncLLM:
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
         length = sum(len(str(message)) for message in messages)
-        options = {"priority": priority, "cache_salt": cache_salt}
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
         return self._stream(write, length, sampling_params, request_id, options)
 
     async def beam_search(
-        self, prompt: Any, params: BeamSearchParams, request_id: str | None = None, *, priority: int = 0
+        self,
+        prompt: Any,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> RequestOutput:
         """Searches for the most likely answers; see ``LLM.beam_search``. Cancelling the task aborts it."""
         taken = PromptLike(prompt)
         token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
-        handle = self.engine.submit_beam_search(
-            token_ids, params, request_id, priority=priority, cache_salt=taken.cache_salt
-        )
+        options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
+        handle = self.engine.submit_beam_search(token_ids, params, request_id, **options)
         try:
             output = await handle.aresult()
         finally:

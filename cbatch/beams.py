@@ -44,7 +44,7 @@ class BeamHandle(RequestHandle):
         self.beam_params = params
         self.prompt = prompt
         self.search = search
-        self._found: list[Hypothesis] = []
+        self._found: list[Hypothesis] | None = None
 
     async def aresult(self) -> RequestOutput:
         """``result`` for an event loop."""
@@ -65,8 +65,8 @@ class BeamHandle(RequestHandle):
         with self._lock:
             if self._error is not None:
                 raise self._error.with_traceback(None)
-            if self._finish_reason == "abort":
-                return [CompletionOutput(0, "", [], "abort")]
+            if self._found is None:  # it was aborted, or its time was over
+                return [CompletionOutput(0, "", [], self._finish_reason)]
             found = self._found
         return [self._readable_answer(index, one) for index, one in enumerate(found)]
 

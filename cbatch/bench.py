@@ -93,6 +93,8 @@ def run_throughput(
         **_rates(done),
         **_latencies(done),
         "steps": stats["steps"],
+        "num_asked_tokens": stats["num_asked_tokens"],
+        "num_hit_tokens": stats["num_hit_tokens"],
         "num_preemptions": stats["num_preemptions"] - preemptions_before,
         **{
             figure: stats[figure]
@@ -109,7 +111,7 @@ def run_throughput(
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    """Runs a few short requests, so that kernels are compiled and caches filled before anything is measured."""
+    """Runs a few short requests, so that kernels are compiled before anything is measured; resets the prefix cache."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     handles = []
     for prompt in prompts[:4]:
@@ -119,6 +121,7 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
             continue  # it is counted as failed when it is measured
     for handle in handles:
         handle.result()
+    engine.reset_prefix_cache()
 
 
 def random_prompts(num_requests: int, input_len: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

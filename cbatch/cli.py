@@ -244,6 +244,9 @@ def throughput(
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of the pool.")] = None,
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the card's memory to use.")] = None,
+    enable_prefix_caching: Annotated[
+        bool | None, typer.Option(help="Whether prompts share what they begin with; on by default.")
+    ] = None,
     depth: Annotated[int | None, typer.Option(help="Steps in flight under the async schedule.")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     attention: Annotated[str | None, typer.Option(help="auto, torch, triton.")] = None,
@@ -274,6 +277,7 @@ def throughput(
             "block_size": block_size,
             "num_blocks": num_blocks,
             "gpu_memory_utilization": gpu_memory_utilization,
+            "enable_prefix_caching": enable_prefix_caching,
             "attention": attention,
             "enforce_eager": enforce_eager,
             "seed": seed,

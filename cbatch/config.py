@@ -75,6 +75,7 @@ _RANGES = {
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 2**16),
     "num_blocks": (2, 2**31 - 1),
+    "max_queue_size": (1, 2**31 - 1),
     "depth": (1, 64),
 }
 
@@ -96,6 +97,10 @@ class EngineConfig:
         enable_prefix_caching: keep the keys and values of past requests while their blocks are not needed, and take
             them over where a prompt begins with the same tokens. None: yes, unless the model is a module that you
             handed in, whose weights you may change (``Engine.reset_prefix_cache`` forgets what old weights have made).
+        max_queue_size: most answers that may wait to start; one request more is refused with ``EngineOverloadedError``.
+            None: any number.
+        itl_target_ms: what a step may take while requests decode: the chunks of prompts in it are sized by what steps
+            have taken so far, at least 32 tokens. None: they are as large as ``max_num_batched_tokens`` allows.
         scheduling_policy: who starts first: ``"fcfs"``, by arrival; ``"priority"``, those whose ``priority`` is the
             smaller number, before which others may be displaced; ``"longest_prefix"``, of the next 64 the one of which
             most is cached.
@@ -124,6 +129,8 @@ class EngineConfig:
     schedule: Literal["async", "sync"] = "async"
     enable_prefix_caching: bool | None = None
     scheduling_policy: Policy = "fcfs"
+    max_queue_size: int | None = None
+    itl_target_ms: float | None = None
     depth: int | None = None
     attention: Literal["auto", "torch", "triton"] = "auto"
     model_impl: Literal["auto", "transformers", "decoder"] = "auto"
@@ -161,6 +168,10 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
+        target = self.itl_target_ms
+        number = isinstance(target, (int, float)) and not isinstance(target, bool)
+        if target is not None and not (number and 0 < target < 1e9):
+            raise ConfigError(f"itl_target_ms is {target!r}, but must be a positive number of milliseconds, or None")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed!r}, but must be an integer from 0 to 2**64 - 1")
         if self.schedule == "sync" and self.depth not in (None, 1):

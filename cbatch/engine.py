@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
+from cbatch.backlog import Backlog
 from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.beams import BeamHandle, Beams, beam_sequence
 from cbatch.buffers import IOBuffer
@@ -53,6 +54,7 @@ from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Landed, StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
@@ -61,6 +63,8 @@ from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
 from cbatch.text import TextUntilStop, bad_word_ids
 from cbatch.timeline import StepTimes, Timeline
+
+_MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -141,6 +145,8 @@ class Engine:
         )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
+        if config.itl_target_ms is not None:
+            self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._clock = StepClock()
@@ -158,6 +164,7 @@ class Engine:
         self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
         self._inbox: list[tuple[str, Sequence | None]] = []
         self._live: dict[str, RequestHandle] = {}
+        self._backlog = Backlog(config.max_queue_size)
         self._closing = False
         self._error: BaseException | None = None
         self._ids = itertools.count()
@@ -213,23 +220,29 @@ class Engine:
 
     def admit(self) -> bool:
         """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
+        self._backlog.expire()
         if not (self._inbox or self._closing) and (self._in_flight or self.scheduler.has_work):
             return True
         with self._changed:
             while not (self._inbox or self._closing or self._in_flight or self.scheduler.has_work):
                 self._lane.idle()
                 self._changed.wait()
-            inbox, self._inbox = self._inbox, []
+            inbox, self._inbox = self._inbox[:_MAX_ORDERS], self._inbox[_MAX_ORDERS:]
             closing = self._closing
         for order, sequence in inbox:
             if sequence is None:
                 self.scheduler.reset_prefix_cache()
             elif isinstance(handle := sequence.payload, BeamHandle):
-                (self._beams.abort if order == "abort" else self._beams.start)(handle)
+                if order == "abort":
+                    self._beams.abort(handle)
+                else:
+                    self._beams.start(handle)
+                    self._backlog.watch(handle)
             elif order == "abort":
                 self.scheduler.abort(sequence)
             else:
                 self.scheduler.add(sequence)
+                self._backlog.watch(_handle(sequence))
         return not closing
 
     def launch(self) -> Step | None:
@@ -267,6 +280,7 @@ class Engine:
         # Not ``sequence.slot``: one that ends by length in this very step has given it back already.
         for sequence, slot in zip(plan.admitted, plan.host.param_slots.tolist(), strict=False):
             handle = _handle(sequence)
+            self._backlog.leave(handle)
             handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
             if sequence is handle.sequence:  # not a beam that was forked
                 handle.metrics.num_preemptions = sequence.num_preemptions
@@ -281,7 +295,10 @@ class Engine:
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        num_samples = step.plan.sizes.num_samples
+        sizes = step.plan.sizes
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
+        num_samples = sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
@@ -392,6 +409,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> RequestHandle:
         """Queue a request, from any thread. ``params`` None means the model's own ``generation_config``.
 
@@ -400,18 +418,22 @@ class Engine:
         Args:
             priority: with ``scheduling_policy="priority"``, the smaller goes first.
             cache_salt: cached prefixes are shared with requests of the same salt only.
+            timeout_s: if it has not ended by then, it ends with ``"timeout"``, whether it waits or runs.
 
         Raises:
             InvalidRequestError: a prompt or parameter out of range; PromptTooLongError and DuplicateRequestError too.
+            EngineOverloadedError: ``max_queue_size`` wait already.
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
         if self._closing or self._error is not None:
             raise self._ending()
+        self._backlog.check(1, request_id)  # before any work is done for it
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
         priority = self._limits.priority(priority, request_id)
         salt = self._limits.cache_salt(cache_salt, request_id)
+        timeout_s = self._limits.timeout(timeout_s, request_id)
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
         stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
         banned = self._limits.bans(params, bad_words, stop_ids, request_id)
@@ -425,6 +447,7 @@ class Engine:
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         with self._lock:
             request_id = self._free_id(request_id)
+            self._backlog.check(params.n, request_id)
             now = time.monotonic()
             children = []
             for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
@@ -449,9 +472,11 @@ class Engine:
                     cache_salt=salt,
                 )
                 child.metrics.arrival_time = now
+                child.deadline = None if timeout_s is None else now + timeout_s
                 children.append(child)
             handle = children[0] if params.n == 1 else ParallelHandle(request_id, tuple(children))
             self._live[request_id] = handle
+            self._backlog.enter(children)
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
@@ -464,6 +489,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> BeamHandle:
         """Queue a search for the most likely answers, from any thread. Its ``result`` has them, the best score first.
 
@@ -471,19 +497,24 @@ class Engine:
         """
         if self._closing or self._error is not None:
             raise self._ending()
+        self._backlog.check(1, request_id)
         prompt = self._limits.prompt(prompt_token_ids, request_id)
         eos = () if getattr(params, "ignore_eos", False) else self._eos_token_ids
         params = self._limits.beams(params, len(eos), request_id)
         max_len = self._limits.max_len(len(prompt), params, request_id)
         priority = self._limits.priority(priority, request_id)
         salt = self._limits.cache_salt(cache_salt, request_id)
+        timeout_s = self._limits.timeout(timeout_s, request_id)
         search = BeamSearch(params, max_len - len(prompt), eos)
         with self._lock:
             request_id = self._free_id(request_id)
+            self._backlog.check(1, request_id)
             handle = BeamHandle(request_id, prompt, params, self.tokenizer, self._ended, search)
             handle.sequence = beam_sequence(handle, prompt, max_len, priority, salt)
-            handle.metrics.arrival_time = time.monotonic()
+            handle.metrics.arrival_time = now = time.monotonic()
+            handle.deadline = None if timeout_s is None else now + timeout_s
             self._live[request_id] = handle
+            self._backlog.enter([handle])
             self._inbox.append(("add", handle.sequence))
             self._changed.notify()
         return handle
@@ -517,6 +548,7 @@ class Engine:
 
     def _ended(self, handle: RequestHandle, aborted: bool) -> None:
         """Called once for each answer, before its consumer hears of the end: after the last, the id is free again."""
+        self._backlog.leave(handle)
         with self._lock:
             whole = self._live[handle.parent_id]
             whole.num_unfinished -= 1

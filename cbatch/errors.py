@@ -21,6 +21,10 @@ class DuplicateRequestError(InvalidRequestError):
     """A request with this id is still running."""
 
 
+class EngineOverloadedError(CBatchError):
+    """As many requests wait as ``max_queue_size`` allows. This one was refused at once; it may come again later."""
+
+
 class UnsupportedModelError(CBatchError):
     """The model cannot run here with the guarantee of right tokens, so it is refused at load."""
 

@@ -191,6 +191,15 @@ class Limits:
             raise InvalidRequestError(f"{_name(request_id)}: cache_salt is {salt!r}, but must be a string, not empty")
         return (salt or "").encode("utf-8", "surrogatepass")
 
+    def timeout(self, timeout_s: float | None, request_id: str | None) -> float | None:
+        """After how many seconds it ends, if it does."""
+        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if timeout_s is not None and not (number and timeout_s > 0):
+            raise InvalidRequestError(
+                f"{_name(request_id)}: timeout_s is {timeout_s!r}, but must be a positive number of seconds"
+            )
+        return timeout_s
+
 
 def _name(request_id: object) -> str:
     return "request" if request_id is None else f"request {request_id}"

@@ -49,6 +49,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers every prompt; the outputs stand in the order of the prompts.
@@ -59,12 +60,14 @@ class LLM:
                 ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
             sampling_params: one for all prompts or one for each. None: what the model's generation_config asks for.
             priority: one for all or one for each; with ``scheduling_policy="priority"`` the smaller goes first.
+            timeout_s: what has not ended by then ends with the ``finish_reason`` ``"timeout"``.
             use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; the message has its number in the list,
                 counted from 0. Then none of this call is: what the engine had already taken of it is aborted. Other
                 callers never notice.
+            EngineOverloadedError: more prompts than ``max_queue_size`` lets wait.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
             KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
         """
@@ -72,10 +75,17 @@ class LLM:
         params = _one_each(sampling_params, len(taken))
         tokenizer = self.engine.tokenizer
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
-        requests = _requests(encoded, params, priority, [prompt.cache_salt for prompt in taken])
+        requests = _requests(encoded, params, priority, [prompt.cache_salt for prompt in taken], timeout_s)
         return self._run("prompt", encoded, requests, self.engine.submit, use_tqdm)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
         """Searches for the most likely answers of every prompt, in the order of the prompts.
 
         Each output has ``beam_width`` answers, the best ``score`` first. What runs beside it, runs on as usual.
@@ -83,13 +93,15 @@ class LLM:
         Args:
             prompts: as for ``generate``.
             params: those of the search, the same for all prompts.
+            priority, timeout_s: as for ``generate``.
 
         Raises: as ``generate``.
         """
         taken = _each("prompt", _listed(prompts), PromptLike)
         tokenizer = self.engine.tokenizer
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
-        requests = [(ids, params, {"cache_salt": p.cache_salt}) for (_, ids), p in zip(encoded, taken, strict=True)]
+        salts = [prompt.cache_salt for prompt in taken]
+        requests = _requests(encoded, [params] * len(taken), priority, salts, timeout_s)
         return self._run("prompt", encoded, requests, self.engine.submit_beam_search, False)
 
     def chat(
@@ -101,6 +113,7 @@ class LLM:
         add_generation_prompt: bool = True,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """``generate`` for conversations, written out by the model's chat template.
@@ -109,7 +122,7 @@ class LLM:
             messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end with the opening of the assistant's turn.
-            priority, cache_salt: as for ``generate``; the salt is that of all.
+            priority, cache_salt, timeout_s: as for ``generate``; the salt is that of all.
 
         Raises:
             InvalidRequestError: also where there is no chat template.
@@ -131,7 +144,7 @@ class LLM:
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
         encoded = _each("conversation", conversations, encode)
-        requests = _requests(encoded, params, priority, [cache_salt] * len(encoded))
+        requests = _requests(encoded, params, priority, [cache_salt] * len(encoded), timeout_s)
         return self._run("conversation", encoded, requests, self.engine.submit, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
@@ -194,16 +207,17 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
 
 def _requests(
     encoded: list[tuple[str | None, list[int]]],
-    params: list[SamplingParams | None],
+    params: Sequence[SamplingParams | BeamSearchParams | None],
     priority: int | Sequence[int],
     salts: list[Any],
+    timeout_s: float | None,
 ) -> list[_Request]:
     """What ``Engine.submit`` gets, for each."""
     each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
     if len(each) != len(salts):
         raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
     return [
-        (ids, one, {"priority": rank, "cache_salt": salt})
+        (ids, one, {"priority": rank, "cache_salt": salt, "timeout_s": timeout_s})
         for (_, ids), one, rank, salt in zip(encoded, params, each, salts, strict=True)
     ]
 

@@ -27,7 +27,7 @@ class Logprob(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The tokens that came since the last chunk, and how it ended if it did (``"stop"``, ``"length"``, ``"abort"``).
+    """The tokens that came since the last chunk, and how it ended if it did: its ``finish_reason``.
 
     ``text`` is what is to be shown since then, for a request with stop strings; None for others: a ``Detokenizer``
     makes it of the tokens. ``logprobs`` are those of the tokens, where they were asked for.
@@ -54,7 +54,8 @@ class CompletionOutput:
     ``logprobs`` has a dict for each token, of the sampled one first and then the most likely ones;
     ``cumulative_logprob`` is the sum over all sampled tokens so far. Both are None where no ``logprobs`` were wanted.
 
-    ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, or None while it runs; an error is raised instead.
+    ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"timeout"`` (``timeout_s`` was over), or None while it
+    runs; an error is raised instead.
     ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
     end-of-sequence token.
 

@@ -46,6 +46,7 @@ class RequestHandle:
         self.index = index
         self.num_unfinished = 1  # of its children, for the engine
         self.sequence: Any = None  # the scheduler's side of it, for the engine
+        self.deadline: float | None = None  # in ``time.monotonic``, for the engine
         self.upload: Any = None  # what a slot of the device gets for it, for the engine
         self.prompt_logprobs = prompt_logprobs  # where they are wanted; of ``n`` answers, the first one's
         self._metrics = RequestMetrics()
@@ -84,7 +85,7 @@ class RequestHandle:
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"``, ``"length"``, ``"abort"``, ``"error"`` (which waiting for it raises), or None while it runs."""
+        """``"stop"``, ``"length"``, ``"abort"``, ``"timeout"``, ``"error"`` (which waiting raises), or None."""
         return "error" if self._error is not None else self._finish_reason
 
     def next_chunk(self, timeout: float | None = None) -> Chunk:
@@ -143,6 +144,10 @@ class RequestHandle:
         """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
         self._end_now("abort", None, aborted=True)
 
+    def expire(self) -> None:
+        """Its ``timeout_s`` is over: as ``abort``, but the last chunk says ``"timeout"``."""
+        self._end_now("timeout", None, aborted=True)
+
     def _wait_for_end(self, timeout: float | None) -> bool:
         return self._wait(lambda: self.finished, self._result_waiters, timeout)
 
@@ -190,8 +195,8 @@ class RequestHandle:
 
     def _shown(self, text: TextUntilStop) -> TextUntilStop:
         """The text, whole if it was aborted: the end of another comes with its last token."""
-        if self._finish_reason == "abort":
-            text.push((), "abort")
+        if self._finish_reason in ("abort", "timeout"):
+            text.push((), self._finish_reason)
         return text
 
     def _take(self) -> Chunk:

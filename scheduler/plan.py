@@ -140,6 +140,7 @@ class StepSizes:
     num_param_updates: int
     max_query_len: int
     max_context_len: int
+    num_pairs: int = 0  # of a chunk's tokens and the keys they attend to, over all chunks
     num_overflow: int = 0  # changes of the block tables behind the layout
     num_copies: int = 0  # blocks to copy
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cbatch.scheduler import invariants
 from cbatch.scheduler.block_tables import BlockTables
 from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
 from cbatch.scheduler.prefix_cache import Node, PrefixCache
 from cbatch.scheduler.sequence import MAX_PRIORITY, Sequence, Status
@@ -89,6 +90,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prompt_logits = max_prompt_logits
         self.max_model_len = max_model_len
+        self.pace: Pace | None = None  # how large the chunks beside decodes are; None: as the budget allows
         self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
         self.num_preemptions = 0
         # Tokens of sequences when they started first, and how many of them were in the prefix cache.
@@ -305,7 +307,11 @@ class Scheduler:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
         self._prompt_logits_left = self.max_prompt_logits
-        budget = self.max_num_batched_tokens - self._grow_decodes()
+        num_decodes = self._grow_decodes()
+        budget = self.max_num_batched_tokens - num_decodes
+        if self.pace is not None and num_decodes and (self._prefilling or self.num_waiting):
+            context = int(self.tables.num_computed[self._prefilling[0].slot]) if self._prefilling else 0
+            budget = min(budget, self.pace.tokens(num_decodes, context))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self._prefilling):
             budget = self._admit(budget, chunks, admitted, before=sequence)
@@ -605,6 +611,7 @@ class Scheduler:
         t.num_computed[slots] = contexts
         t.num_tokens[slots] = contexts + 1
         max_query_len, max_context_len = (1, int(contexts.max())) if n else (0, 0)
+        num_pairs = 0
 
         if chunks:
             sampled = []
@@ -623,6 +630,7 @@ class Scheduler:
                 host.cu_seqlens_q[row + 1] = stop
                 host.context_lens[row] = end
                 t.num_computed[slot] = end
+                num_pairs += count * (start + end) // 2
                 max_query_len, max_context_len = max(max_query_len, count), max(max_context_len, end)
                 if end == t.num_tokens[slot]:  # the whole prompt is computed: its last token is sampled from
                     host.sample_rows[sample] = stop - 1
@@ -658,6 +666,7 @@ class Scheduler:
                 num_param_updates=len(admitted),
                 max_query_len=max_query_len,
                 max_context_len=max_context_len,
+                num_pairs=num_pairs,
                 num_overflow=num_overflow,
                 num_copies=num_copies,
             ),

@@ -20,7 +20,10 @@ NEED_GPU = {
     "headline": [],
     "interference": ["--tokenizer", "x"],
     "kernels": ["--device", "cuda"],
+    "long_prompt": [],
     "prefill": [],
+    "serving": [],
+    "shared_prefix": [],
     "startup": [],
     "traffic": [],
 }
@@ -124,3 +127,36 @@ def test_the_readme_has_the_figures_of_the_results():
     assert rest.partition(figures.END)[0].strip() == figures.table().strip(), (
         "run: python -m benchmarks.figures --write"
     )
+
+
+def test_shared_prefixes_are_hit_as_often_as_they_can_be(run, capsys, tiny, tmp_path):
+    """Within a group the first computes the prefix and the others wait for it, so nothing is computed twice."""
+    file = tmp_path / "shared.json"
+    sizes = ("--num-requests", 24, "--num-groups", 3, "--prefix-len", 128, "--own-len", 5, "--output-len", 4)
+    run("shared_prefix", "--shape", tiny, "--device", "cpu", *sizes, "--json", file)
+    report = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    cached, computed = report["runs"]
+    assert (cached["hit_rate"], computed["hit_rate"]) == (report["best_hit_rate"], 0.0)
+    assert cached["hit_rate"] == pytest.approx(21 * 128 / (24 * 133))
+    assert cached["output_tokens"] == computed["output_tokens"] == 24 * 4
+
+
+def test_serving_sends_each_request_at_its_time(run, tiny, tmp_path):
+    file = tmp_path / "serving.json"
+    run("serving", "--shape", tiny, "--device", "cpu", "--limit", 3, "--rates", 50, 500, "--json", file)
+    slow, fast = json.loads(file.read_text())["runs"]
+    for figures in (slow, fast):
+        assert figures["num_requests"] == 3
+        assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"] <= figures["latency_ms_p99"]
+        assert figures["itl_ms_p99"] > 0
+
+
+def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
+    file = tmp_path / "long.json"
+    sizes = ("--num-running", 3, "--prompt-len", 700, "--short-len", 5, "--most-tokens", 3000, "--seconds", 0.2)
+    run("long_prompt", "--shape", tiny, "--device", "cpu", *sizes, "--json", file)
+    report = json.loads(file.read_text())
+    assert report["steps_beside"] >= 3  # 256 tokens a step
+    assert report["ttft_ratio"] == report["ttft_beside_s"] / report["ttft_alone_s"]
+    assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0

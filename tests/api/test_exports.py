@@ -20,6 +20,7 @@ PUBLIC = {
     ),
     *("CBatchError", "ConfigError", "InvalidRequestError", "PromptTooLongError", "DuplicateRequestError"),
     *("UnsupportedModelError", "ModelNotFoundError", "EngineClosedError", "EngineDeadError"),
+    "EngineOverloadedError",
     "__version__",
 }
 

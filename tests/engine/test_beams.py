@@ -16,7 +16,14 @@ from cbatch.async_llm import AsyncLLM
 from cbatch.beam_search import BeamSearch
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
-from cbatch.errors import CBatchError, EngineClosedError, EngineDeadError, InvalidRequestError, PromptTooLongError
+from cbatch.errors import (
+    CBatchError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 from cbatch.llm import LLM
 from cbatch.models.decoder import Decoder
 from cbatch.models.transformers_model import TransformersModel
@@ -213,6 +220,21 @@ def test_close_and_failure_reach_who_waits(model: nn.Module) -> None:
         handle = engine.submit_beam_search([1, 2], BeamSearchParams(2, 20))
         with pytest.raises(EngineDeadError, match="injected"):
             handle.result(30)
+
+
+def test_deadline_and_full_queue(model: nn.Module) -> None:
+    with start(model, max_queue_size=2) as engine:
+        handle = engine.submit_beam_search(PROMPTS[0], BeamSearchParams(4, 200, ignore_eos=True), timeout_s=0.05)
+        answer = handle.result(30).outputs[0]
+        assert (answer.finish_reason, answer.token_ids) == ("timeout", [])
+        settle(engine)
+        with engine._lock:  # nobody is taken in meanwhile
+            handles = [engine.submit_beam_search(PROMPTS[0], BeamSearchParams(2, 4)) for _ in range(2)]
+            with pytest.raises(EngineOverloadedError, match="max_queue_size is 2"):
+                engine.submit_beam_search(PROMPTS[0], BeamSearchParams(2, 4))
+        assert all(len(handle.result(30).outputs) == 2 for handle in handles)
+        assert len(engine.submit_beam_search(PROMPTS[0], BeamSearchParams(2, 4)).result(30).outputs) == 2
+        settle(engine)
 
 
 def test_max_model_len_is_a_limit(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -216,6 +217,29 @@ def test_a_fork_goes_on_from_a_copy_of_the_last_block(device: str) -> None:
         assert tokens(engine.submit(prompt + answer[:3] + [7], greedy())) == [forked]
 
 
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_tokens_equal_solo_with_chunks_sized_by_time(schedule: str) -> None:
+    with start(schedule=schedule, itl_target_ms=1e-6, max_num_batched_tokens=200) as engine:
+        sizes = []
+        plan = engine.scheduler.plan
+
+        def noting(host_batch: Any) -> Any:
+            step = plan(host_batch)
+            if step is not None and step.sizes.num_decodes:
+                sizes.append(step.sizes.num_tokens - step.sizes.num_decodes)
+            return step
+
+        engine.scheduler.plan = noting  # type: ignore[method-assign]
+        for _ in range(2):
+            handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+            assert [tokens(handle) for handle in handles] == alone()
+        assert 0 < max(sizes[10:]) <= 32
+        at_rest(engine)
+    for wrong in (0, -1.0, float("inf"), "5", True):
+        with pytest.raises(ConfigError, match=f"itl_target_ms is {wrong!r}"):
+            start(itl_target_ms=wrong)
+
+
 # ---- who shares with whom
 
 
@@ -358,4 +382,35 @@ def test_a_window_holds_its_blocks_alone(device: str) -> None:
         engine.scheduler.plan = noting  # type: ignore[method-assign]
         assert len(tokens(engine.submit([5] * 100, greedy(100)))[0]) == 100
         assert max(most) <= engine.scheduler.block_tables.blocks_for(200, chunk=8) <= 5
+        at_rest(engine)
+
+
+# ---- ends at any time
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_abort_at_any_offset_gives_everything_back_and_spoils_no_prefix(family: str) -> None:
+    """Of a request that ends amid its prompt, or with tokens in flight, the cache has whole blocks alone."""
+    prompt = prompts()[4]
+    with start(family, max_num_batched_tokens=6) as engine:
+        for offset in range(14):
+            engine.reset_prefix_cache()
+            victim = engine.submit(prompt, greedy(), "x")
+            steps = engine.stats()["steps"]
+            while engine.stats()["steps"] < steps + offset and not victim.finished:
+                time.sleep(0.0005)
+            victim.abort()
+            again = engine.submit(prompt, greedy(), "x")  # hits what the first has left
+            assert tokens(again) == alone(family)[4]
+        at_rest(engine)
+
+
+def test_answers_and_children_that_are_aborted_leave_nothing() -> None:
+    with start(max_num_seqs=8) as engine:
+        handle = engine.submit(prompts()[3], params(4), "3")
+        handle.children[1].abort()
+        outputs = handle.result(60).outputs
+        expected = alone(n=4)[3]
+        assert [outputs[i].token_ids for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+        engine.submit(prompts()[3], params(4), "4").abort()
         at_rest(engine)

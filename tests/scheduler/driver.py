@@ -230,6 +230,9 @@ class Driver:
             assert self.tables[group, slot, first : -(-length // size)].all(), "an entry in the window has none"
 
     def _land(self, plan: StepPlan, sampled: np.ndarray[Any, Any]) -> None:
+        if (pace := self.scheduler.pace) is not None:  # a token takes a millisecond
+            sizes = plan.sizes
+            pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, float(sizes.num_tokens))
         landed = self.scheduler.land(plan, sampled)
         self._check()
         self.num_wasted += landed.num_wasted

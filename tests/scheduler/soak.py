@@ -27,6 +27,7 @@ def live(seed: int) -> World:
         spare_blocks=rng.choice((0, 2, 5, 10, 40)),
         policy=rng.choice(POLICIES),
         prefix_caching=rng.random() < 0.8,
+        target_ms=rng.choice((None, None, 3.0, 9.0)),
     )
     forks = rng.choice((0, 0, 0.2, 0.7))  # probability of one more in a step
     load = rng.choice((0.2, 0.5, 1.0, 3.0))  # requests a step
@@ -40,7 +41,8 @@ def live(seed: int) -> World:
                 prompt = rng.choice(STREAMS)[: rng.randint(0, MAX_LEN)]
                 prompt = prompt + rng.choices(range(97), k=rng.randint(not prompt, 4))
                 salt = rng.choice((b"", b"", b"a"))
-                world.submit(prompt, rng.randint(1, MAX_LEN), stop, rng.randint(-1, 1), salt)
+                skip = rng.random() < 0.1
+                world.submit(prompt, rng.randint(1, MAX_LEN), stop, rng.randint(-1, 1), salt, skip)
         while world.requests and rng.random() < forks:
             recent = range(max(0, len(world.requests) - 6), len(world.requests))
             world.fork(rng.choice(recent), rng.randint(1, MAX_LEN), rng.choices(range(97), k=rng.randint(1, 2)), 9)

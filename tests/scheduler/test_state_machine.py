@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 20),
         policy=st.sampled_from(POLICIES),
         prefix_caching=st.booleans(),
+        target_ms=st.sampled_from([None, None, 3.0, 9.0]),
     )
     def start(self, **options: object) -> None:
         self.world = World(**options)  # type: ignore[arg-type]
@@ -36,11 +37,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.lists(TOKENS, max_size=6, unique=True),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([b"", b"", b"a"]),
+        skip=st.sampled_from([False, False, True]),
     )
     def submit(
-        self, stream: list[int], length: int, tail: list[int], room: int, stop: list[int], priority: int, salt: bytes
+        self,
+        stream: list[int],
+        length: int,
+        tail: list[int],
+        room: int,
+        stop: list[int],
+        priority: int,
+        salt: bytes,
+        skip: bool,
     ) -> None:
-        self.world.submit(stream[:length] + tail, room, tuple(stop), priority, salt)
+        self.world.submit(stream[:length] + tail, room, tuple(stop), priority, salt, skip)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data(), tail=st.lists(TOKENS, max_size=3), room=st.integers(1, MAX_LEN))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.sequence import Sequence, Status
 from tests.scheduler.driver import VOCAB, Driver, make, solo
 
@@ -46,6 +47,7 @@ class World:
     spare_blocks: int = 4  # of the pool, beyond one sequence of full length
     policy: str = "fcfs"
     prefix_caching: bool = True
+    target_ms: float | None = None  # of a step, where a token takes 1
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -62,13 +64,22 @@ class World:
         smallest = make(**options).blocks_for(MAX_LEN - 1)
         self.driver = Driver(make(**options, num_blocks=1 + smallest + self.spare_blocks), self.depth)
         self.scheduler = self.driver.scheduler
+        if self.target_ms is not None:
+            self.scheduler.pace = Pace(self.target_ms)
 
     def submit(
-        self, prompt: list[int], room: int, stop: tuple[int, ...] = (), priority: int = 0, salt: bytes = b""
+        self,
+        prompt: list[int],
+        room: int,
+        stop: tuple[int, ...] = (),
+        priority: int = 0,
+        salt: bytes = b"",
+        skip: bool = False,
     ) -> None:
         prompt = prompt[: MAX_LEN - 1]
         max_len = min(len(prompt) + room, MAX_LEN)
-        sequence = self.driver.add(prompt, max_len, stop, priority=priority, cache_salt=salt)
+        options = {"priority": priority, "cache_salt": salt, "skip_reading_prefix_cache": skip}
+        sequence = self.driver.add(prompt, max_len, stop, **options)
         self.requests.append(Request(sequence, prompt, max_len, stop))
 
     def follow_up(self, index: int, new: list[int], room: int) -> None:
@@ -115,6 +126,7 @@ class World:
                 assert sequence.payload.finish is None  # type: ignore[attr-defined]
             else:
                 assert request.tokens == expected
+            assert not sequence.skip_reading_prefix_cache or not sequence.num_cached_tokens
         self.scheduler.check()
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_usable
         self.reset()

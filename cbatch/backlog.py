@@ -1,0 +1,64 @@
+"""Who has not started yet, and by when who must have ended: back-pressure and deadlines. Decides no order.
+
+A refusal comes at submission, from a count. A deadline is looked for in a heap, so a loop over all requests is never
+needed: the loop of the engine asks once a round, and looks at the earliest one alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from cbatch.errors import EngineOverloadedError
+from cbatch.request import RequestHandle
+
+
+class Backlog:
+    """``check``, ``enter`` and ``leave`` are for any thread, the rest is for the engine's own."""
+
+    def __init__(self, max_queue_size: int | None) -> None:
+        """``max_queue_size``: most answers that may have been submitted and not started; None: any number."""
+        self._limit = max_queue_size
+        self._waiting: set[RequestHandle] = set()
+        self._deadlines: list[tuple[float, int, RequestHandle]] = []  # a heap; the number settles ties
+        self._numbers = count()
+        self._compact_at = 1024
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def check(self, num_answers: int, request_id: str | None) -> None:
+        """Raises EngineOverloadedError where so many more may not wait."""
+        if self._limit is not None and len(self._waiting) + num_answers > self._limit:
+            who = "request" if request_id is None else f"request {request_id}"
+            more = f" and it has {num_answers} answers" if num_answers > 1 else ""
+            raise EngineOverloadedError(
+                f"{who}: {len(self._waiting)} wait already{more}, but max_queue_size is {self._limit}"
+            )
+
+    def enter(self, handles: Sequence[RequestHandle]) -> None:
+        self._waiting.update(handles)
+
+    def leave(self, handle: RequestHandle) -> None:
+        """It has started, or ended; it may leave twice."""
+        self._waiting.discard(handle)
+
+    def watch(self, handle: RequestHandle) -> None:
+        """End it at its deadline, if it has one."""
+        if handle.deadline is None:
+            return
+        heappush(self._deadlines, (handle.deadline, next(self._numbers), handle))
+        if len(self._deadlines) > self._compact_at:  # who ended before stays until its deadline, or until here
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapify(self._deadlines)
+            self._compact_at = 2 * len(self._deadlines) + 1024
+
+    def expire(self) -> None:
+        """End whose deadline has passed. Costs nothing where nobody has one."""
+        if not self._deadlines:
+            return
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            heappop(self._deadlines)[2].expire()

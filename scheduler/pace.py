@@ -1,0 +1,89 @@
+"""How much of a prompt fits into a step beside those who decode, by what such steps have taken. Knows no sequence.
+
+A step that decodes alone takes ``base`` ms; each token of a prompt adds some, and some for each key that it attends to:
+
+    ms = base + per_token * tokens + per_pair * pairs        pairs = tokens x context, over all chunks
+
+The base follows the steps that decode alone. The rest is a least-squares fit to the last 20 or so that do not, weighted
+by their age; so it is right about the sizes and contexts that occur now, though no GPU is linear over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+COLD_TOKENS = 256  # of the first chunk, before anything was measured
+LEAST_TOKENS = 32  # of any chunk: a prompt advances, though no step be fast enough
+_FORGET = 0.9  # weight of a step, each step later
+_OUTLIER = 4.0  # times its prediction: more of a step is taken for a hiccup (a kernel that is compiled, a busy host)
+
+
+class Pace:
+    """``note`` takes in a landed step, ``tokens`` says how many a prompt may have in the next."""
+
+    def __init__(self, target_ms: float, sizes: Sequence[int] = ()) -> None:
+        """``target_ms``: what a step with decodes may take. ``sizes``: numbers of tokens that steps are padded to."""
+        self.target_ms = target_ms
+        self._sizes = sorted(sizes)
+        self.base_ms: float | None = None
+        self._num_notes = 0
+        self._tt = self._tp = self._pp = self._t_ms = self._p_ms = 0.0  # decayed sums of products, for the fit
+        self._per_token = self._per_pair = 0.0
+
+    def padded(self, num_tokens: int) -> int:
+        """The tokens that a step of so many computes."""
+        return next((size for size in self._sizes if size >= num_tokens), num_tokens)
+
+    def note(self, num_decodes: int, num_tokens: int, num_pairs: int, ms: float) -> None:
+        """A step with so many decodes, and tokens in all, took so long. ``num_pairs`` is that of its chunks."""
+        if num_tokens == num_decodes:
+            self.base_ms = ms if self.base_ms is None else self.base_ms + 0.1 * (ms - self.base_ms)
+            return
+        # What is padded is computed, and its queries take a tile's room in attention too.
+        tokens = float(self.padded(num_tokens) - num_decodes)
+        pairs = num_pairs * tokens / (num_tokens - num_decodes)
+        extra = max(ms - (self.base_ms or 0.0), 0.0)
+        if self._num_notes > 4:
+            extra = min(extra, _OUTLIER * self._extra(tokens, pairs))
+        self._num_notes += 1
+        self._tt = _FORGET * self._tt + tokens * tokens
+        self._tp = _FORGET * self._tp + tokens * pairs
+        self._pp = _FORGET * self._pp + pairs * pairs
+        self._t_ms = _FORGET * self._t_ms + tokens * extra
+        self._p_ms = _FORGET * self._p_ms + pairs * extra
+        self._fit()
+
+    def tokens(self, num_decodes: int, context: int) -> int:
+        """Most tokens of prompts, the first of which goes on behind ``context``, in a step with so many decodes."""
+        if not self._num_notes:
+            return self._filling(num_decodes, COLD_TOKENS)
+        room = self.target_ms - (self.base_ms or 0.0)
+        cost = self._per_token + self._per_pair * context
+        return self._filling(num_decodes, int(room / cost) if room > 0 and cost > 0 else LEAST_TOKENS)
+
+    def _filling(self, num_decodes: int, num_tokens: int) -> int:
+        """So many tokens, or a few less, that they fill what is computed; at least the least."""
+        if not self._sizes:
+            return max(num_tokens, LEAST_TOKENS)
+        fitting = [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
+        return max((size for size in fitting if size <= num_tokens), default=min(fitting, default=LEAST_TOKENS))
+
+    def _extra(self, tokens: float, pairs: float) -> float:
+        return self._per_token * tokens + self._per_pair * pairs
+
+    def _fit(self) -> None:
+        a, b = self._per_token, self._per_pair
+        determinant = self._tt * self._pp - self._tp * self._tp
+        if determinant > 1e-6 * self._tt * self._pp:
+            a = (self._t_ms * self._pp - self._p_ms * self._tp) / determinant
+            b = (self._p_ms * self._tt - self._t_ms * self._tp) / determinant
+            if b < 0:
+                a, b = self._t_ms / self._tt, 0.0
+            elif a < 0:
+                a, b = 0.0, self._p_ms / self._pp
+        elif a + b > 0:  # all were alike: they tell of the sum, and not of its parts
+            scale = (a * self._t_ms + b * self._p_ms) / (a * a * self._tt + 2 * a * b * self._tp + b * b * self._pp)
+            a, b = scale * a, scale * b
+        else:
+            a = self._t_ms / self._tt
+        self._per_token, self._per_pair = a, b
