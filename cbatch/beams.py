@@ -25,7 +25,9 @@ from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence, Status
 from cbatch.text import make_detokenizer
 
-_GREEDY = SamplingParams(temperature=0.0, logprobs=0)  # what is sampled does not count; its log-probabilities do
+# What is sampled does not count; the log-probabilities that land with it do.
+_GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+_STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
 class BeamHandle(RequestHandle):
@@ -221,12 +223,11 @@ def beam_sequence(
     handle: BeamHandle, known: NDArray[np.int32], max_len: int, priority: int, cache_salt: bytes
 ) -> Sequence:
     """A beam with these known tokens."""
-    state = encode(_GREEDY, 0, prompt_len=len(handle.prompt), stop_ids=(), bad_word_ids=())
     return Sequence(
         known,
         max_len,
-        sampling_bits=state.words,
-        flags=state.flags,
+        sampling_bits=_STATE.words,
+        flags=_STATE.flags,
         priority=priority,
         cache_salt=cache_salt,
         pauses=True,

@@ -118,9 +118,9 @@ class Runner:
         index = torch.empty(prompts.index.shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         index.numpy()[:] = prompts.index
         rows, targets = index.to(device, non_blocking=True)
-        logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags, rows)[plan.sizes.num_samples :]
+        logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags, rows)
         records = torch.empty(prompts.records.shape, dtype=torch.int32, device=device)
-        self._ops.logprobs(logits, targets, records)
+        self._ops.logprobs(logits[plan.sizes.num_samples :], targets, records)
         prompts.records.copy_(records, non_blocking=True)
 
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, landing: Landing, flags: int) -> None:

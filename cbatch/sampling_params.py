@@ -250,8 +250,8 @@ class BeamSearchParams:
     length_penalty: float = _field(
         1.0,
         "finite",
-        "A finished beam's score is its log-probability over its length, the end-of-sequence token included, to the "
-        "power of this. Above 0 favours long answers, below 0 short ones.",
+        "A finished beam's score is its log-probability over the length of the answer, with the end-of-sequence token "
+        "and without the prompt, to the power of this. Above 0 favours long answers, below 0 short ones.",
     )
     include_stop_str_in_output: bool = _field(
         False, "True, False", "Let `text` end with that of the end-of-sequence token, which is in `token_ids` anyhow."

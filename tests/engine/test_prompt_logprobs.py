@@ -176,8 +176,30 @@ def test_together_with_logprobs_and_several_answers(model: nn.Module) -> None:
         assert [child.prompt_logprobs is None for child in handle.children] == [False, True, True]
         assert all(answer.logprobs is not None and len(answer.logprobs) == 4 for answer in output.outputs)
         assert pickle.loads(pickle.dumps(output)) == output
-        again = engine.submit(prompt_of(21), params).result(120)
-        assert [a.token_ids for a in again.outputs] == [a.token_ids for a in output.outputs]
+
+
+def test_tokens_are_those_without_it(model: nn.Module) -> None:
+    """Its rows of logits stand behind those that are sampled from, whatever is done with these."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 1},
+        {"temperature": 0.9, "seed": 2, "top_p": 0.8},
+        {"repetition_penalty": 1.4, "logprobs": 3},
+        {"temperature": 0.7, "seed": 3, "presence_penalty": 1.0, "min_tokens": 2, "n": 2},
+    ]
+    with start(model) as engine:
+        found = []
+        for k in (2, None):
+            handles = [
+                engine.submit(prompt_of(9 + 8 * i, i), asking(0, **{**way, "prompt_logprobs": k}))
+                for i, way in enumerate(ways)
+            ]
+            outputs = [handle.result(120) for handle in handles]
+            found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+            if k is not None:
+                for output in outputs:
+                    check(model, output, k)
+        assert found[0] == found[1]
 
 
 def test_fewer_tokens_in_the_vocabulary_than_asked_for() -> None:
