@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from cbatch.llm import LLM
     from cbatch.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from cbatch.request import RequestHandle
-    from cbatch.sampling_params import RequestOutputKind, SamplingParams
+    from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CBatchError",
     "CompletionOutput",
     "ConfigError",
@@ -76,7 +77,7 @@ _HOMES = {
     "cbatch.llm": ("LLM",),
     "cbatch.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cbatch.request": ("RequestHandle",),
-    "cbatch.sampling_params": ("RequestOutputKind", "SamplingParams"),
+    "cbatch.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
 from cbatch.outputs import RequestOutput
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.text import OutputMaker, PromptLike, check_conversation, encode_prompt, render_chat
 
 if TYPE_CHECKING:
@@ -95,6 +95,27 @@ class AsyncLLM:
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
         return self._stream(write, length, sampling_params, request_id, options)
 
+    async def beam_search(
+        self,
+        prompt: Any,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> RequestOutput:
+        """Searches for the most likely answers; see ``LLM.beam_search``. Cancelling the task aborts it."""
+        taken = PromptLike(prompt)
+        token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
+        options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
+        handle = self.engine.submit_beam_search(token_ids, params, request_id, **options)
+        try:
+            output = await handle.aresult()
+        finally:
+            handle.abort()  # nothing happens if it has ended
+        output.prompt = taken.text
+        return output
+
     async def abort(self, request_id: str) -> None:
         """Ends a running stream; its last output says ``"abort"``. Nothing happens if there is no such stream."""
         self.engine.abort(request_id)
@@ -142,9 +163,12 @@ class AsyncLLM:
         handle = self.engine.submit(token_ids, params, request_id, **options)
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
-            output = None
+            output = of_prompt = None
             while output is None or not output.finished:
-                output = maker.add(await handle.anext_chunks(), handle.metrics)
+                chunks = await handle.anext_chunks()
+                if of_prompt is None and handle.params.prompt_logprobs is not None:  # making them may take a while
+                    of_prompt = await asyncio.to_thread(handle.readable_prompt_logprobs)
+                output = maker.add(chunks, handle.metrics, of_prompt)
                 if output is not None:
                     yield output
         finally:

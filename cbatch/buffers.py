@@ -112,13 +112,9 @@ class IOBuffer:
     def logprobs(self, num_samples: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
         """Of a landed step some row of which wanted them: token ids, log-probabilities, ranks; copies.
 
-        The first two are ``[num_samples, 1 + MAX_LOGPROBS]``: the sampled token, then the most likely ones in order,
-        the lower id first of equals; -1 and -inf where the vocabulary has no more. ``ranks [num_samples]`` are the
-        sampled tokens' places in that order, from 1.
+        As ``read_records`` says.
         """
-        records, columns = self._records[:num_samples], MAX_LOGPROBS + 1
-        values = records[:, columns + 1 : 2 * columns + 1].copy().view(np.float32)
-        return records[:, :columns].copy(), values, records[:, columns].copy()
+        return read_records(self._records[:num_samples])
 
     # What this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock, and beside
     # 64 threads that want it, getting it back is what a launch takes longest for.
@@ -160,6 +156,18 @@ class _Views:
     device_words: Tensor
     tokens_only: tuple[Tensor, Tensor]
     with_logprobs: tuple[Tensor, Tensor]
+
+
+def read_records(records: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Token ids, log-probabilities and ranks of ``records [num_rows, LOGPROB_WORDS]``; copies.
+
+    The first two are ``[num_rows, 1 + MAX_LOGPROBS]``: the row's own token, then the most likely ones in order, the
+    lower id first of equals; -1 and -inf where the vocabulary has no more. ``ranks [num_rows]`` are the own tokens'
+    places in that order, from 1.
+    """
+    columns = MAX_LOGPROBS + 1
+    values = records[:, columns + 1 : 2 * columns + 1].copy().view(np.float32)
+    return records[:, :columns].copy(), values, records[:, columns].copy()
 
 
 def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:

@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
 from cbatch.backlog import Backlog
+from cbatch.beam_search import BeamSearch, Hypothesis
+from cbatch.beams import BeamHandle, Beams, beam_sequence
 from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
 from cbatch.errors import (
@@ -49,9 +51,10 @@ from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
+from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptLogprobs, PromptRows, prompt_rows
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Landed, StepPlan
@@ -70,6 +73,9 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 # Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
 # ranks [rows].
 Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
+# Of prompts of which a step has computed a part: whose, and the records of its next tokens.
+PromptParts = Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]
+BeamEnds = Iterable[tuple[BeamHandle, list[Hypothesis]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +86,7 @@ class Step:
     io: IOBuffer
     host_us: float
     times: StepTimes | None = None  # where a timeline records
+    prompts: PromptRows | None = None  # where it makes log-probabilities of prompts
 
 
 class Engine:
@@ -119,6 +126,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
+                max_prompt_logits=MAX_PROMPT_LOGITS,
                 windows=tuple(group.spec.window for group in groups),
                 policy=config.scheduling_policy,
                 prefix_caching=bool(config.enable_prefix_caching),
@@ -153,6 +161,7 @@ class Engine:
         self._clock = StepClock()
         self._timeline: Timeline | None = None
         self._checks = debug.LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
+        self._beams = Beams(self.scheduler)
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
@@ -171,7 +180,9 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
 
         self._in_flight: deque[Step] = deque()
-        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, float] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, PromptParts, BeamEnds, float] | None] = (
+            queue.SimpleQueue()
+        )
         self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
@@ -230,6 +241,12 @@ class Engine:
         for order, sequence in inbox:
             if sequence is None:
                 self.scheduler.reset_prefix_cache()
+            elif isinstance(handle := sequence.payload, BeamHandle):
+                if order == "abort":
+                    self._beams.abort(handle)
+                else:
+                    self._beams.start(handle)
+                    self._backlog.watch(handle)
             elif order == "abort":
                 self.scheduler.abort(sequence)
             else:
@@ -246,6 +263,8 @@ class Engine:
         if self._checks is not None:
             self._checks.before_plan(io)
         plan = self.scheduler.plan(io.host_batch)
+        while plan is None and not self._in_flight and self._beams.make_room():  # beams that wait for each other
+            plan = self.scheduler.plan(io.host_batch)
         if plan is None:
             assert self._in_flight or not self.scheduler.has_work, "work is queued, but nothing can run"
             return None
@@ -259,8 +278,9 @@ class Engine:
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions), marks)
-        return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
+        prompts = prompt_rows(plan, self.model.device) if plan.chunks else None
+        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions, prompts), marks)
+        return Step(plan, io, (time.perf_counter() - start) * 1e6, times, prompts)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:
         """What slots with a new owner need before the step, where more than the plan's words."""
@@ -271,15 +291,16 @@ class Engine:
             handle = _handle(sequence)
             self._backlog.leave(handle)
             handle.metrics.first_scheduled_time = handle.metrics.first_scheduled_time or now
-            handle.metrics.num_preemptions = sequence.num_preemptions
-            if not sequence.num_preemptions:
-                handle.metrics.num_cached_tokens = sequence.num_cached_tokens
+            if sequence is handle.sequence:  # not a beam that was forked
+                handle.metrics.num_preemptions = sequence.num_preemptions
+                if not sequence.num_preemptions:
+                    handle.metrics.num_cached_tokens = sequence.num_cached_tokens
             if sequence.flags & PROCESSED:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
-    def land(self, step: Step) -> tuple[Landed, Logprobs | None]:
-        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row wants them."""
+    def land(self, step: Step) -> tuple[Landed, Logprobs | None, PromptParts, BeamEnds]:
+        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row or prompt wants them."""
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
@@ -297,21 +318,24 @@ class Engine:
         if logprobs is not None and landed.rows is not None:  # of the rows that count
             ids, values, ranks = logprobs
             logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
+        self._num_output_tokens += landed.tokens.size
+        over: BeamEnds = ()
+        if self._beams:
+            landed, logprobs, over = self._beams.land(landed, logprobs)
         if self._checks is not None:
             self._checks.taken_in()
         self._num_wasted += landed.num_wasted
-        self._num_output_tokens += landed.tokens.size
         end = time.perf_counter()
         self._clock.record(step_ms, gap_ms, step.host_us + (end - start) * 1e6)
         if self._timeline is not None and step.times is not None:
             step.times.note(step.host_us, called, start, end)
             if not self._timeline.add(step.times):
                 self._timeline = None
-        return landed, logprobs
+        return landed, logprobs, () if step.prompts is None else step.prompts.land(), over
 
-    def deliver(self, landed: Landed, logprobs: Logprobs | None) -> None:
+    def deliver(self, landed: Landed, logprobs: Logprobs | None, prompts: PromptParts, beams: BeamEnds) -> None:
         """Hand a batch of results over to the delivery thread; nothing a consumer does is waited for."""
-        self._outbox.put((landed, logprobs, time.monotonic()))
+        self._outbox.put((landed, logprobs, prompts, beams, time.monotonic()))
 
     def _hand_out(self) -> None:
         wakers = Wakers()
@@ -326,7 +350,7 @@ class Engine:
         finally:
             wakers.flush()
 
-    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, float] | None:
+    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, PromptParts, BeamEnds, float] | None:
         """Wait for the next results, and meanwhile wake who is still to be woken."""
         while True:
             try:
@@ -334,7 +358,19 @@ class Engine:
             except queue.Empty:
                 wakers.wake()
 
-    def _push(self, landed: Landed, logprobs: Logprobs | None, now: float, wakers: Wakers) -> None:
+    def _push(
+        self,
+        landed: Landed,
+        logprobs: Logprobs | None,
+        prompts: PromptParts,
+        beams: BeamEnds,
+        now: float,
+        wakers: Wakers,
+    ) -> None:
+        for owner, records in prompts:  # before the first token, whose reader wants them
+            owner.add(records)
+        for search, found in beams:
+            search.finish(found, now, wakers)
         ends = {id(finish.sequence): finish for finish in landed.finished}
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle = _handle(sequence)
@@ -421,18 +457,18 @@ class Engine:
         prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         with self._lock:
-            if self._closing:
-                raise self._ending()
-            if request_id is None:
-                request_id = next(name for i in self._ids if (name := str(i)) not in self._live)
-            elif request_id in self._live:
-                raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
+            request_id = self._free_id(request_id)
             self._backlog.check(params.n, request_id)
             now = time.monotonic()
             children = []
             for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
                 name = request_id if params.n == 1 else f"{request_id}-{i}"
-                child = RequestHandle(name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i)
+                of_prompt = None
+                if params.prompt_logprobs is not None and i == 0:
+                    of_prompt = PromptLogprobs(len(prompt), params.prompt_logprobs, self._vocab_size)
+                child = RequestHandle(
+                    name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i, of_prompt
+                )
                 child.upload = state.upload
                 child.sequence = Sequence(
                     prompt,
@@ -440,6 +476,8 @@ class Engine:
                     stop_token_ids=stop_ids,
                     sampling_bits=state.words,
                     flags=state.flags,
+                    skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
+                    wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
                     payload=child,
                     priority=priority,
                     cache_salt=salt,
@@ -453,6 +491,54 @@ class Engine:
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
+
+    def submit_beam_search(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+    ) -> BeamHandle:
+        """Queue a search for the most likely answers, from any thread. Its ``result`` has them, the best score first.
+
+        Raises: as ``submit``.
+        """
+        if self._closing or self._error is not None:
+            raise self._ending()
+        self._backlog.check(1, request_id)
+        prompt = self._limits.prompt(prompt_token_ids, request_id)
+        eos = () if getattr(params, "ignore_eos", False) else self._eos_token_ids
+        params = self._limits.beams(params, len(eos), request_id)
+        max_len = self._limits.max_len(len(prompt), params, request_id)
+        priority = self._limits.priority(priority, request_id)
+        salt = self._limits.cache_salt(cache_salt, request_id)
+        timeout_s = self._limits.timeout(timeout_s, request_id)
+        search = BeamSearch(params, max_len - len(prompt), eos)
+        with self._lock:
+            request_id = self._free_id(request_id)
+            self._backlog.check(1, request_id)
+            handle = BeamHandle(request_id, prompt, params, self.tokenizer, self._ended, search)
+            handle.sequence = beam_sequence(handle, prompt, max_len, priority, salt)
+            handle.metrics.arrival_time = now = time.monotonic()
+            handle.deadline = None if timeout_s is None else now + timeout_s
+            self._live[request_id] = handle
+            self._backlog.enter([handle])
+            self._inbox.append(("add", handle.sequence))
+            self._changed.notify()
+        return handle
+
+    def _free_id(self, request_id: str | None) -> str:
+        """The id of a new request, under the lock. Raises if the engine closes, or the id is taken."""
+        if self._closing:
+            raise self._ending()
+        if request_id is None:
+            return next(name for i in self._ids if (name := str(i)) not in self._live)
+        if request_id in self._live:
+            raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
+        return request_id
 
     @cached_property
     def default_sampling_params(self) -> SamplingParams:

@@ -17,6 +17,7 @@ from cbatch.host_pages import HostPages, num_host_blocks
 from cbatch.kernels.attention import AttentionBackend, make_backend
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
+from cbatch.prompt_logprobs import PromptRows
 from cbatch.runner import Runner
 from cbatch.sampler import LOGPROBS, NUM_PARAMS
 from cbatch.scheduler.kv_spec import KVGroup
@@ -90,7 +91,13 @@ class Executor:
         self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of a step with prompts are padded to
         self._run = self._graphs.launch if self._graphs else self._runner.run
 
-    def compute(self, io: IOBuffer, plan: StepPlan, admissions: Sequence[Admission] = ()) -> None:
+    def compute(
+        self,
+        io: IOBuffer,
+        plan: StepPlan,
+        admissions: Sequence[Admission] = (),
+        prompts: PromptRows | None = None,
+    ) -> None:
         """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
         if admissions:
             self._runner.slot_state.apply(admissions)
@@ -100,7 +107,10 @@ class Executor:
         if io.num_spare_words:
             self._runner.take_spare(io.spare_words, plan.sizes)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)
-        self._run(io, plan)
+        if prompts is None:
+            self._run(io, plan)
+        else:
+            self._runner.run(io, plan, prompts)
 
     def graph_facts(self) -> dict[str, Any]:
         """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""

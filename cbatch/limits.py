@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError
 from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from cbatch.scheduler.scheduler import Policy
 from cbatch.scheduler.sequence import MAX_PRIORITY
 
@@ -92,6 +92,23 @@ class Limits:
             )
         return params
 
+    def beams(self, params: BeamSearchParams, num_eos: int, request_id: str | None) -> BeamSearchParams:
+        """The parameters themselves, whose beams need so many candidates each; ``num_eos`` tokens end one."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(
+                f"{_name(request_id)}: params is a {type(params).__name__}, but must be BeamSearchParams"
+            )
+        for most, why in (
+            (MAX_LOGPROBS, f"a beam has {MAX_LOGPROBS} candidates"),
+            (self.vocab_size, f"the vocabulary has {self.vocab_size} tokens"),
+        ):
+            if params.beam_width + num_eos > most:
+                raise InvalidRequestError(
+                    f"{_name(request_id)}: beam_width is {params.beam_width}, but the limit is {most - num_eos}: {why},"
+                    f" of which {num_eos} may end it"
+                )
+        return params
+
     def bans(
         self,
         params: SamplingParams,
@@ -137,7 +154,7 @@ class Limits:
                 )
         return bad
 
-    def max_len(self, num_prompt_tokens: int, params: SamplingParams, request_id: str | None) -> int:
+    def max_len(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams, request_id: str | None) -> int:
         """Total length at which the request ends."""
         limit = self.max_model_len
         if num_prompt_tokens >= limit:

@@ -12,7 +12,7 @@ from cbatch.errors import InvalidRequestError
 from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
 from cbatch.request import RequestHandle
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.text import PromptLike, encode_prompt, render_chat
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Request = tuple[list[int], Any, dict[str, Any]]  # a prompt, its parameters, and what ``submit`` takes by name
 _BAR_AFTER_S = 1.0  # work that is over before needs no progress bar
 
 
@@ -74,8 +75,34 @@ class LLM:
         params = _one_each(sampling_params, len(taken))
         tokenizer = self.engine.tokenizer
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
-        options = _options(priority, [prompt.cache_salt for prompt in taken], timeout_s)
-        return self._run("prompt", encoded, params, options, use_tqdm)
+        requests = _requests(encoded, params, priority, [prompt.cache_salt for prompt in taken], timeout_s)
+        return self._run("prompt", encoded, requests, self.engine.submit, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Searches for the most likely answers of every prompt, in the order of the prompts.
+
+        Each output has ``beam_width`` answers, the best ``score`` first. What runs beside it, runs on as usual.
+
+        Args:
+            prompts: as for ``generate``.
+            params: those of the search, the same for all prompts.
+            priority, timeout_s: as for ``generate``.
+
+        Raises: as ``generate``.
+        """
+        taken = _each("prompt", _listed(prompts), PromptLike)
+        tokenizer = self.engine.tokenizer
+        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
+        salts = [prompt.cache_salt for prompt in taken]
+        requests = _requests(encoded, [params] * len(taken), priority, salts, timeout_s)
+        return self._run("prompt", encoded, requests, self.engine.submit_beam_search, False)
 
     def chat(
         self,
@@ -117,8 +144,8 @@ class LLM:
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 
         encoded = _each("conversation", conversations, encode)
-        options = _options(priority, [cache_salt] * len(encoded), timeout_s)
-        return self._run("conversation", encoded, params, options, use_tqdm)
+        requests = _requests(encoded, params, priority, [cache_salt] * len(encoded), timeout_s)
+        return self._run("conversation", encoded, requests, self.engine.submit, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, as when weights have changed; see ``Engine.reset_prefix_cache``."""
@@ -145,14 +172,13 @@ class LLM:
         self,
         kind: str,
         encoded: list[tuple[str | None, list[int]]],
-        params: list[SamplingParams | None],
-        options: list[dict[str, Any]],
+        requests: Sequence[_Request],
+        submit: Callable[..., RequestHandle],
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         handles: list[RequestHandle] = []
         try:
-            requests = [(ids, one, more) for (_, ids), one, more in zip(encoded, params, options, strict=True)]
-            _each(kind, requests, lambda each: handles.append(self.engine.submit(*each[:2], **each[2])))
+            _each(kind, requests, lambda each: handles.append(submit(*each[:2], **each[2])))
             if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
                 answers = [child for handle in handles for child in handle.children]
                 watch(answers, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
@@ -179,13 +205,20 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
     return results
 
 
-def _options(priority: int | Sequence[int], salts: list[Any], timeout_s: float | None) -> list[dict[str, Any]]:
-    """What ``Engine.submit`` gets beside the prompt and its parameters, for each."""
+def _requests(
+    encoded: list[tuple[str | None, list[int]]],
+    params: Sequence[SamplingParams | BeamSearchParams | None],
+    priority: int | Sequence[int],
+    salts: list[Any],
+    timeout_s: float | None,
+) -> list[_Request]:
+    """What ``Engine.submit`` gets, for each."""
     each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
     if len(each) != len(salts):
         raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
     return [
-        {"priority": one, "cache_salt": salt, "timeout_s": timeout_s} for one, salt in zip(each, salts, strict=True)
+        (ids, one, {"priority": rank, "cache_salt": salt, "timeout_s": timeout_s})
+        for (_, ids), one, rank, salt in zip(encoded, params, each, salts, strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError
 from cbatch.kv_cache import page_bytes
 from cbatch.models.base import Model
+from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS
 from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.slot_state import SlotState, slot_state_bytes
@@ -76,8 +77,10 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
 
     ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device) % model.max_model_len
-    rows = torch.arange(num_samples, dtype=torch.int32, device=device)
-    logits = model.forward(ids, positions, rows, attend)
+    num_rows = num_samples + min(num_tokens, MAX_PROMPT_LOGITS)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device) % num_tokens
+    logits, prompts = model.forward(ids, positions, rows, attend).tensor_split([num_samples])
+    rows = rows[:num_samples]
     params = torch.zeros(num_samples, NUM_PARAMS, dtype=torch.int32, device=device)
     ops, state = make_step_ops(device), SlotState(0, logits.shape[1], device)
     where = positions, rows, torch.zeros_like(rows)  # one slot serves them all
@@ -86,9 +89,11 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
     kept = {"counts": state.counts, "lists": state.lists}
     ops.draw(processed, params, *where, rows.clone(), landing.sampled, filtered=True, **kept)
     ops.logprobs(logits, landing.sampled, landing.records)
+    records = torch.empty(len(prompts), landing.records.shape[1], dtype=torch.int32, device=device)
+    ops.logprobs(prompts, torch.zeros_like(records[:, 0]), records)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del logits, processed
+    del logits, prompts, processed
     torch.cuda.empty_cache()
     return peak
 

@@ -58,6 +58,8 @@ class CompletionOutput:
     runs; an error is raised instead.
     ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
     end-of-sequence token.
+
+    ``score`` is a beam's, by which the answers of a beam search are ordered.
     """
 
     index: int
@@ -67,6 +69,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -79,6 +82,10 @@ class RequestOutput:
     """A request with what it has given so far. ``prompt`` is None when the prompt came as token ids.
 
     ``outputs`` are its ``n`` answers by index; with ``RequestOutputKind.DELTA`` those that have something new.
+
+    ``prompt_logprobs``, where they were asked for, has None for the prompt's first token and a dict for each other one:
+    of the token itself first, then of the most likely ones. It is None until all of them are known, which they are
+    before the first answer has a token; with ``DELTA`` one output has them.
     """
 
     request_id: str
@@ -87,4 +94,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # not made yet
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
 from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
 
@@ -35,6 +36,7 @@ class RequestHandle:
         text: TextUntilStop | None = None,
         parent_id: str | None = None,
         index: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """With ``parent_id``, it is answer number ``index`` of a request of that id, whose ``n`` is above 1."""
         self.request_id = request_id
@@ -46,6 +48,7 @@ class RequestHandle:
         self.sequence: Any = None  # the scheduler's side of it, for the engine
         self.deadline: float | None = None  # in ``time.monotonic``, for the engine
         self.upload: Any = None  # what a slot of the device gets for it, for the engine
+        self.prompt_logprobs = prompt_logprobs  # where they are wanted; of ``n`` answers, the first one's
         self._metrics = RequestMetrics()
         self._tokenizer = tokenizer
         self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
@@ -99,7 +102,7 @@ class RequestHandle:
 
     async def anext_chunk(self) -> Chunk:
         """``next_chunk`` for an event loop: suspends the task, never blocks the loop."""
-        await _until_ready([self])
+        await until_ready([self])
         return self._take()
 
     async def anext_chunks(self) -> list[tuple[int, Chunk]]:
@@ -124,8 +127,18 @@ class RequestHandle:
         """
         if not self._wait_for_end(timeout):
             raise TimeoutError(f"request {self.request_id}: not finished within {timeout} s")
-        answers = [child._answer() for child in self.children]
-        return RequestOutput(self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics)
+        answers = self._answers()
+        prompt_logprobs = self.readable_prompt_logprobs()
+        return RequestOutput(
+            self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics, prompt_logprobs
+        )
+
+    def readable_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As ``RequestOutput`` has them; None while some are not there, or if none are wanted."""
+        first = self.children[0]
+        if first.prompt_logprobs is None:
+            return None
+        return first.prompt_logprobs.make(first._tokenizer if first.params.detokenize else None)
 
     def abort(self) -> None:
         """End it now, from any thread; the last chunk says ``"abort"``. Nothing happens if it has ended."""
@@ -137,6 +150,9 @@ class RequestHandle:
 
     def _wait_for_end(self, timeout: float | None) -> bool:
         return self._wait(lambda: self.finished, self._result_waiters, timeout)
+
+    def _answers(self) -> list[CompletionOutput]:
+        return [child._answer() for child in self.children]
 
     def _answer(self) -> CompletionOutput:
         """All of it, once it has ended; raises what ended it."""
@@ -336,7 +352,7 @@ class ParallelHandle(RequestHandle):
         running = [child for child in self._children if not child._end_read]
         if not running:
             raise EOFError(f"request {self.request_id}: all answers have ended, and their last chunks were taken")
-        await _until_ready(running)
+        await until_ready(running)
         return [(child.index, child._take()) for child in running if child._ready()]
 
     def abort(self) -> None:
@@ -358,7 +374,7 @@ class ParallelHandle(RequestHandle):
         )
 
 
-async def _until_ready(handles: list[RequestHandle]) -> None:
+async def until_ready(handles: list[RequestHandle]) -> None:
     """Suspend the task until one of them has something to take."""
     while not any(handle._ready() for handle in handles):
         loop = asyncio.get_running_loop()

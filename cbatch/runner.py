@@ -12,6 +12,7 @@ from cbatch.buffers import DeviceBatch, IOBuffer, Landing
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
+from cbatch.prompt_logprobs import PromptRows
 from cbatch.sampler import FILTERED, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, make_step_ops
 from cbatch.scheduler.plan import StepPlan, StepSizes
 from cbatch.slot_state import SlotState
@@ -44,10 +45,12 @@ class Runner:
         self.slot_state = SlotState(max_num_seqs, model.vocab_size, device)
         self._flat_tables = self.block_tables.view(-1)
 
-    def step(self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int) -> Tensor:
+    def step(
+        self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int, more_rows: Tensor | None = None
+    ) -> Tensor:
         """Compute a step whose arrays are on the device, and put what comes of it into ``landing``. Waits for nothing.
 
-        Returns the logits ``[num_samples, vocab_size]``.
+        Returns the logits ``[num_samples, vocab_size]``, and behind them those of the tokens at ``more_rows``.
         """
         tokens, rows = sizes.num_tokens, sizes.num_rows
         updates, new = sizes.num_table_updates, sizes.num_param_updates
@@ -76,11 +79,14 @@ class Runner:
         )
         # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
+        if more_rows is not None:
+            sample_rows = torch.cat([sample_rows[: sizes.num_samples], more_rows])
         logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
         if sizes.num_samples:
-            self.sample(batch, sizes.num_samples, logits, landing, flags)
+            sampled = logits if more_rows is None else logits[: sizes.num_samples]
+            self.sample(batch, sizes.num_samples, sampled, landing, flags)
             if flags & LOGPROBS:
-                self.logprobs(logits, landing)
+                self.logprobs(sampled, landing)
         return logits
 
     def take_spare(self, words: Tensor, sizes: StepSizes) -> None:
@@ -96,9 +102,26 @@ class Runner:
             sources, own = words[changes:].view(2, -1)
             self.kv_cache.copy_blocks(sources, own)
 
-    def run(self, io: IOBuffer, plan: StepPlan) -> None:
+    def run(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows | None = None) -> None:
         """Launch a step kernel by kernel."""
-        self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
+        if prompts is None:
+            self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
+        else:
+            self._run_with_prompts(io, plan, prompts)
+
+    def _run_with_prompts(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows) -> None:
+        """A step, and the log-probabilities of prompts. Allocates, on the host too; waits for nothing.
+
+        They land with the step: whoever waits for its tokens waits for this stream.
+        """
+        device = self.model.device
+        index = torch.empty(prompts.index.shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        index.numpy()[:] = prompts.index
+        rows, targets = index.to(device, non_blocking=True)
+        logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags, rows)
+        records = torch.empty(prompts.records.shape, dtype=torch.int32, device=device)
+        self._ops.logprobs(logits[plan.sizes.num_samples :], targets, records)
+        prompts.records.copy_(records, non_blocking=True)
 
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, landing: Landing, flags: int) -> None:
         """Draw the tokens of a step from its logits, put them into ``landing``, and remember them by slot."""

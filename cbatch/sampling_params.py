@@ -36,6 +36,10 @@ def _field(default: _T, limits: str, help: str) -> _T:
     return dataclasses.field(default=default, metadata={"limits": limits, "help": help})
 
 
+def _required(limits: str, help: str) -> Any:
+    return dataclasses.field(metadata={"limits": limits, "help": help})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to hand out. Immutable, so one object may serve many requests.
@@ -131,7 +135,12 @@ class SamplingParams:
         "For each token of an answer, the log-probabilities of this many most likely tokens and of the one that was "
         "sampled, by the model's own logits before any parameter changed them.",
     )
-    prompt_logprobs: int | None = _field(None, "None: not supported yet", "Log-probabilities of the prompt's tokens.")
+    prompt_logprobs: int | None = _field(
+        None,
+        f"0 to {MAX_LOGPROBS}",
+        "The same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`: of this many most "
+        "likely tokens and of the one that stands there. Computed once for all `n` answers.",
+    )
     detokenize: bool = _field(
         True, "True, False", "Make text at all. False saves the consumer's time when only tokens are wanted."
     )
@@ -223,13 +232,53 @@ _NOT_YET = {
 }
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How to search for the most likely answers with beams. Names are vLLM's, meaning is that of transformers.
+
+    Raises:
+        InvalidRequestError: a value of the wrong type or out of its range; the message says which.
+    """
+
+    beam_width: int = _required(
+        f"1 to {MAX_LOGPROBS}, less the number of end-of-sequence tokens",
+        "Beams that run, and answers that come back: transformers' `num_beams`.",
+    )
+    max_tokens: int = _required("at least 1", "Most tokens of an answer. `max_model_len` is a limit, too.")
+    ignore_eos: bool = _field(False, "True, False", "Do not end a beam at the model's end-of-sequence tokens.")
+    temperature: float = _field(0.0, "0", "There is nothing to sample.")
+    length_penalty: float = _field(
+        1.0,
+        "finite",
+        "A finished beam's score is its log-probability over the length of the answer, with the end-of-sequence token "
+        "and without the prompt, to the power of this. Above 0 favours long answers, below 0 short ones.",
+    )
+    include_stop_str_in_output: bool = _field(
+        False, "True, False", "Let `text` end with that of the end-of-sequence token, which is in `token_ids` anyhow."
+    )
+    early_stopping: bool | str = _field(
+        False,
+        '`True`, `False`, `"never"`',
+        "When `beam_width` beams have finished: True stops; False goes on while a running beam, as long as it is now, "
+        'has a better score than the worst of them; "never" while it may come to have one (with a positive '
+        "`length_penalty`, at the full length).",
+    )
+
+    def __post_init__(self) -> None:
+        for name, check in _BEAM_CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
 def table() -> str:
     """The parameters as a page of Markdown."""
-    rows = "\n".join(
-        f"| `{field.name}` | `{_default(field.default)}` | {field.metadata['limits']} | {field.metadata['help']} |"
-        for field in dataclasses.fields(SamplingParams)
+    return f"{_TABLE_HEAD}{_rows(SamplingParams)}{_BEAM_HEAD}{_rows(BeamSearchParams)}"
+
+
+def _rows(params: type) -> str:
+    return "".join(
+        f"| `{field.name}` | {_default(field.default)} | {field.metadata['limits']} | {field.metadata['help']} |\n"
+        for field in dataclasses.fields(params)
     )
-    return f"{_TABLE_HEAD}{rows}\n"
 
 
 _TABLE_HEAD = """# Sampling parameters
@@ -245,8 +294,21 @@ Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`
 """
 
 
+_BEAM_HEAD = """
+## Beam search
+
+The fields of `cbatch.BeamSearchParams`, for `LLM.beam_search`. Scores and rules are those of transformers'
+`generate(num_beams=...)`.
+
+| parameter | default | range | meaning |
+|---|---|---|---|
+"""
+
+
 def _default(value: Any) -> str:
-    return str(value) if isinstance(value, enum.Enum) else repr(value)
+    if value is dataclasses.MISSING:
+        return "needed"
+    return f"`{value if isinstance(value, enum.Enum) else repr(value)}`"
 
 
 # ---- one check a parameter: takes its name and value, gives back the value to keep
@@ -360,11 +422,6 @@ def _logprobs(name: str, value: Any) -> int | None:
     return logprobs
 
 
-def _none(name: str, value: Any) -> None:
-    if value is not None:
-        raise InvalidRequestError(f"{name}={value!r} is not supported yet: it must be None")
-
-
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be True or False")
@@ -429,6 +486,35 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+def _beam_width(name: str, value: Any) -> int:
+    width = _whole(name, value)
+    if not 1 <= width <= MAX_LOGPROBS:
+        raise _out_of_range(name, width, f"at least 1 and at most {MAX_LOGPROBS}")
+    return width
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    count = _whole(name, value)
+    if count < 1:
+        raise _out_of_range(name, count, "at least 1")
+    return count
+
+
+def _zero(name: str, value: Any) -> float:
+    number = _real(name, value)
+    if number != 0:
+        raise _out_of_range(name, number, "0, since beam search does not sample")
+    return number
+
+
+def _early_stopping(name: str, value: Any) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "never":
+        return "never"
+    raise InvalidRequestError(f'{name}={value!r} must be True, False or "never"')
+
+
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
         raise InvalidRequestError(f"{name}={value!r} must be a RequestOutputKind")
@@ -455,11 +541,22 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,
     "logprobs": _logprobs,
-    "prompt_logprobs": _none,
+    "prompt_logprobs": _logprobs,
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
     "output_kind": _output_kind,
+}
+
+
+_BEAM_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "beam_width": _beam_width,
+    "max_tokens": _at_least_one,
+    "ignore_eos": _flag,
+    "temperature": _zero,
+    "length_penalty": _real,
+    "include_stop_str_in_output": _flag,
+    "early_stopping": _early_stopping,
 }
 
 

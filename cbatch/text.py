@@ -319,6 +319,7 @@ class OutputMaker:
     ) -> None:
         self._request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
         self._kind = params.output_kind
+        self._prompt_logprobs_shown = False
         self._detokenizers: list[Detokenizer | None] = [None] * params.n
         if tokenizer is not None and params.detokenize and not params.stop:
             self._detokenizers = [make_detokenizer(tokenizer, prompt_token_ids, params) for _ in range(params.n)]
@@ -327,7 +328,12 @@ class OutputMaker:
             CompletionOutput(i, "", [], None, None, logprobs, None if logprobs is None else []) for i in range(params.n)
         ]
 
-    def add(self, chunks: Iterable[tuple[int, Chunk]], metrics: RequestMetrics) -> RequestOutput | None:
+    def add(
+        self,
+        chunks: Iterable[tuple[int, Chunk]],
+        metrics: RequestMetrics,
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
+    ) -> RequestOutput | None:
         """The output after these chunks, each of the answer with this index; None where it is the last one that was
         asked for, and this is not it.
         """
@@ -337,7 +343,12 @@ class OutputMaker:
             if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
                 return None
             new = [_copy(answer) for answer in self._answers]
-        return RequestOutput(self._request_id, self._prompt, self._prompt_token_ids, new, finished, metrics)
+        elif self._prompt_logprobs_shown:
+            prompt_logprobs = None
+        self._prompt_logprobs_shown = self._prompt_logprobs_shown or prompt_logprobs is not None
+        return RequestOutput(
+            self._request_id, self._prompt, self._prompt_token_ids, new, finished, metrics, prompt_logprobs
+        )
 
     def _new(self, index: int, chunk: Chunk) -> CompletionOutput:
         """What a chunk brings, which the whole answer takes in."""

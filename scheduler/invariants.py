@@ -40,6 +40,8 @@ def _check_slots(scheduler: Scheduler, running: list[int]) -> None:
         assert t.num_landed[slot] <= total < t.max_len[slot] or not t.decoding[slot]
         if t.decoding[slot]:
             assert computed == total - 1, "a decoding sequence lags"
+        elif sequence in scheduler._paused:
+            assert sequence.pauses and computed == total - 1, "a sequence pauses with tokens to compute"
         else:
             assert computed < total, "a prefill has nothing left"
             prefilling.append(sequence)
@@ -56,6 +58,7 @@ def _check_slots(scheduler: Scheduler, running: list[int]) -> None:
     assert not tables.tables[:, free].any() and not tables.first_columns[:, free].any(), "a free slot holds blocks"
     assert scheduler._prefilling == sorted(prefilling, key=lambda s: s.rank), "prefills out of order"
     assert scheduler._forked <= set(prefilling), "a fork is remembered that has begun, or ended"
+    assert all(sequence.slot in running for sequence in scheduler._paused), "a sequence pauses that does not run"
     assert scheduler.num_in_flight >= 0
 
 

@@ -165,6 +165,7 @@ class StepPlan:
     epochs: NDArray[np.int64]  # [num_samples]
     sequences: NDArray[np.object_]  # [num_samples] of Sequence
     admitted: list[Sequence]  # sequences that took a slot in this step
+    chunks: list[tuple[Sequence, int]]  # known tokens of whom, and how many; in row order, behind the decode rows
     swaps: Swaps | None = None  # what is copied from and to the host before it
 
 

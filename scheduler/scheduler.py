@@ -64,10 +64,12 @@ class Scheduler:
         policy: Policy = "fcfs",
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
+        max_prompt_logits: int = 512,
     ) -> None:
         """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
 
         ``()`` is 0 for each. Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
+        ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -90,6 +92,7 @@ class Scheduler:
         self.num_groups = num_groups
         self.windows = windows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prompt_logits = max_prompt_logits
         self.max_model_len = max_model_len
         self.pace: Pace | None = None  # how large the chunks beside decodes are; None: as the budget allows
         self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
@@ -100,9 +103,11 @@ class Scheduler:
         # Most columns of block tables that sequences start with in one step, so that a slab has room for them.
         self.max_shared_columns = max(self.tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
+        self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
+        self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``go_on``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -180,6 +185,14 @@ class Scheduler:
         self._forked.add(child)
         return True
 
+    def go_on(self, sequence: Sequence, token: int) -> None:
+        """Let a sequence that has paused, and whose sampled token has landed, go on with another token in its place."""
+        t, slot = self.tables, sequence.slot
+        assert sequence in self._paused and t.num_landed[slot] == t.num_tokens[slot]
+        t.tokens[slot, t.num_tokens[slot] - 1] = token
+        self._paused.discard(sequence)
+        insort(self._prefilling, sequence, key=_rank)
+
     def _give_rank(self, sequence: Sequence) -> None:
         assert abs(sequence.priority) <= MAX_PRIORITY
         sequence.arrival = sequence.rank = self._num_arrivals
@@ -244,8 +257,9 @@ class Scheduler:
     def _release_slot(self, sequence: Sequence) -> None:
         """Give slot and blocks back. A step in flight may still use them: any reuse is a later step, ordered behind."""
         t, slot = self.tables, sequence.slot
-        if not t.decoding[slot]:
+        if not t.decoding[slot] and sequence not in self._paused:
             self._prefilling.remove(sequence)
+        self._paused.discard(sequence)
         self.block_tables.clear(slot)
         if self.prefix_cache is not None and sequence.node is not None:
             self._withdraw(sequence)
@@ -316,6 +330,7 @@ class Scheduler:
     def _schedule(self, admitted: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
+        self._prompt_logits_left = self.max_prompt_logits
         num_decodes = self._grow_decodes()
         budget = self.max_num_batched_tokens - num_decodes
         if self.pace is not None and num_decodes and (self._prefilling or self.num_waiting):
@@ -349,6 +364,8 @@ class Scheduler:
     def _grow_prefill(self, sequence: Sequence, budget: int) -> int:
         """Blocks for the next chunk of a prefill; the number of its tokens, 0 if it must wait for blocks."""
         t, slot = self.tables, sequence.slot
+        if sequence.wants_prompt_logits:
+            budget = min(budget, self._prompt_logits_left)
         computed, held = int(t.num_computed[slot]), int(self.block_tables.num_columns[slot])
         num_tokens = min(int(t.num_tokens[slot]) - computed, budget)
         wanted = -(-(computed + num_tokens) // self.block_size) - held
@@ -359,6 +376,8 @@ class Scheduler:
                 break
         if wanted > 0:
             self.block_tables.extend(slot, wanted)
+        if sequence.wants_prompt_logits:
+            self._prompt_logits_left -= num_tokens
         return num_tokens
 
     # ---- who starts
@@ -373,7 +392,8 @@ class Scheduler:
         """Start waiting sequences in the policy's order, all or those that rank before a running prefill.
 
         Returns what is left of the budget. Who has no room blocks those behind it. Who waits for a prefix that a
-        running prefill is computing lets others pass, but keeps a slot and the blocks that it needs.
+        running prefill is computing, or for logits of its prompt, lets others pass, but keeps a slot and the blocks
+        that it needs.
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
@@ -384,16 +404,18 @@ class Scheduler:
             if reserved is None:
                 reserved = self._reserved()
             prefix = None
+            waits = sequence.wants_prompt_logits and not self._prompt_logits_left
             if self.prefix_cache is not None:
                 prefix = self._match(sequence)
-                if self._is_coming(sequence, prefix):
-                    num_kept += 1
-                    kept_blocks += self._wanted(sequence, prefix)
-                    if num_kept == LOOK_AHEAD:
-                        break
-                    continue
-                if sequence.swapped is None:
-                    prefix = self.prefix_cache.resumable(prefix)
+                waits = waits or self._is_coming(sequence, prefix)
+            if waits:
+                num_kept += 1
+                kept_blocks += self._wanted(sequence, prefix)
+                if num_kept == LOOK_AHEAD:
+                    break
+                continue
+            if self.prefix_cache is not None and prefix is not None and sequence.swapped is None:
+                prefix = self.prefix_cache.resumable(prefix)
             if self.swap is not None and sequence.swapped is not None:
                 prefix = self._prefix_beside(sequence, prefix)
             num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
@@ -601,7 +623,7 @@ class Scheduler:
     def _announce(self, sequence: Sequence) -> None:
         """Let those with the same prefix wait for the next block that a prefill computes."""
         t, slot, size = self.tables, sequence.slot, self.block_size
-        if self.prefix_cache is None or sequence.node is None or t.decoding[slot]:
+        if self.prefix_cache is None or sequence.node is None or t.decoding[slot] or sequence in self._paused:
             return
         start = sequence.node.depth * size
         if start + size <= t.num_tokens[slot]:
@@ -671,11 +693,15 @@ class Scheduler:
                     host.sample_rows[sample] = stop - 1
                     host.out_slots[sample] = slot
                     t.num_tokens[slot] = end + 1
-                    t.decoding[slot] = True
+                    if sequence.pauses:
+                        self._paused.add(sequence)
+                    else:
+                        t.decoding[slot] = True
                     sampled.append(slot)
                     sample += 1
                 token, row = stop, row + 1
-            self._prefilling = [sequence for sequence in self._prefilling if not t.decoding[sequence.slot]]
+            over = t.decoding
+            self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
             slots = np.concatenate((slots, np.array(sampled, np.intp)))
         num_samples = int(slots.size)
 
@@ -706,6 +732,7 @@ class Scheduler:
             epochs=t.epoch[slots],
             sequences=t.sequences[slots],
             admitted=admitted,
+            chunks=chunks,
             swaps=self.swap.take_plan() if self.swap is not None else None,
         )
         self._settle(slots[:num_decodes], chunks)

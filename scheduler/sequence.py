@@ -30,6 +30,9 @@ class Sequence:
 
     ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
 
+    ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once. One that
+    ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``go_on``.
+
     ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
     counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every
     finish but the one by length end it.
@@ -46,6 +49,7 @@ class Sequence:
         "num_landed",
         "num_preemptions",
         "num_prompt_tokens",
+        "pauses",
         "payload",
         "pending",
         "priority",
@@ -58,6 +62,7 @@ class Sequence:
         "swapped",
         "swapped_len",
         "token_ids",
+        "wants_prompt_logits",
     )
 
     def __init__(
@@ -70,6 +75,8 @@ class Sequence:
         flags: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
+        wants_prompt_logits: bool = False,
+        pauses: bool = False,
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
     ) -> None:
@@ -81,6 +88,8 @@ class Sequence:
         self.flags = flags
         self.priority = priority
         self.cache_salt = cache_salt
+        self.wants_prompt_logits = wants_prompt_logits
+        self.pauses = pauses
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.payload = payload
         self.status = Status.WAITING

@@ -79,8 +79,8 @@ def test_defaults_are_vllms():
         ("min_tokens", None),
         ("min_tokens", 17),
         ("logprobs", 21),
-        ("prompt_logprobs", 0),
-        ("prompt_logprobs", 5),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
         *[
             (name, value)
             for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

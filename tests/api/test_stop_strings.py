@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from cbatch import LLM, AsyncLLM, CBatchError, Engine, InvalidRequestError, RequestOutputKind, SamplingParams
 from cbatch.config import EngineConfig
 from cbatch.text import Detokenizer, TextUntilStop
-from tests.api.tiny import byte_level, sentencepiece_like, spaced, straddling
+from tests.api.tiny import byte_level, metaspace, sentencepiece_like, spaced, straddling, tiktoken_like
 from tests.counting import CountingModel
 
 TOKENIZER = byte_level()
-TOKENIZERS = [TOKENIZER, straddling(), spaced(), sentencepiece_like()]
+TOKENIZERS = [TOKENIZER, straddling(), spaced(), sentencepiece_like(), metaspace(), tiktoken_like()]
 EOS = TOKENIZER.eos_token_id
 PAD = TOKENIZER.encode("z", add_special_tokens=False)[0]
 

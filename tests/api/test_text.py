@@ -9,7 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 from cbatch.errors import InvalidRequestError
 from cbatch.text import Detokenizer, PromptLike, bad_word_ids, encode_prompt, render_chat
-from tests.api.tiny import CHAT_TEMPLATE, byte_level, sentencepiece_like, spaced, straddling
+from tests.api.tiny import (
+    CHAT_TEMPLATE,
+    byte_level,
+    metaspace,
+    sentencepiece_like,
+    spaced,
+    straddling,
+    tiktoken_like,
+)
 
 FAMILY = "👨‍👩‍👧‍👦"  # four emoji joined by zero-width joiners: 25 bytes, one glyph
 WORDS = (
@@ -17,7 +25,7 @@ WORDS = (
     "\n\ttab 12345 مرحبا हिन्दी"
 )
 
-MAKERS = [byte_level, straddling, spaced, sentencepiece_like]
+MAKERS = [byte_level, straddling, spaced, sentencepiece_like, metaspace, tiktoken_like]
 
 
 @pytest.fixture(scope="module", params=MAKERS, ids=lambda maker: maker.__name__)
@@ -154,12 +162,36 @@ def test_real_replacement_characters_come_through(tokenizer):
 
 def test_random_tokens_stream_to_their_decode_for_a_byte_level_tokenizer():
     """A model with random weights writes broken bytes: what is shown is what decoding all of it gives."""
-    for maker in (byte_level, straddling):
+    for maker in (byte_level, straddling, tiktoken_like):
         tokenizer = maker()
         rng = random.Random(1)
         for _ in range(20):
             ids = [rng.randrange(len(tokenizer)) for _ in range(200)]
             assert "".join(stream(tokenizer, [], ids)) == plain(tokenizer, ids)
+
+
+@pytest.mark.parametrize("maker", [sentencepiece_like, metaspace], ids=lambda maker: maker.__name__)
+def test_random_pieces_stream_to_their_decode_where_unknown_characters_are_bytes(maker):
+    """Words, spaces, whole characters in bytes and lone bytes that are none, in any order and cut anywhere.
+
+    A run of bytes that holds a broken one is decoded as broken from end to end, so here a word is between two runs.
+    """
+    tokenizer, rng = maker(), random.Random(3)
+    vocab = tokenizer.get_vocab()
+    words = [token for text, token in vocab.items() if "<" not in text]
+    for _ in range(60):
+        ids = []
+        for _ in range(60):
+            kind, spot = rng.random(), rng.choice("世🎉é👩")
+            run = spot.encode() if kind < 0.4 else bytes([rng.choice([0x80, 0xBF, 0xFF])] * (kind < 0.5))
+            ids += [vocab[f"<0x{byte:02X}>"] for byte in run]
+            ids.append(rng.choice(words))
+        cut = rng.randint(0, 20)
+        while cut and tokenizer.decode(ids[:cut]).endswith("\ufffd"):
+            cut -= 1
+        joined = "".join(stream(tokenizer, ids[:cut], ids[cut:], sizes=lambda: rng.choice([1, 1, 2, 7])))
+        whole, before = plain(tokenizer, ids), plain(tokenizer, ids[:cut])
+        assert whole.removeprefix(" ") == (before + joined).removeprefix(" ")
 
 
 def test_ids_the_tokenizer_does_not_know_are_silent():

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world hello", "don't stop 123", "naïve café"] * 20
@@ -80,6 +80,44 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     # The bytes came in as special tokens, which `decode` would skip; a real Llama's are plain entries.
     return _without_special_bytes(fast)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Like those of newer sentencepiece models: pieces of a unigram model, bytes for what it does not know, and a
+    decoder that knows which space belongs to the start."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
+    words = sorted({word for line in CORPUS for word in line.split()})
+    pieces += [("▁" + word, -3.0) for word in words] + [("▁", -2.0)]
+    pieces += [(letter, -6.0) for letter in sorted(set("".join(words)))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(replacement="▁", prepend_scheme="always")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def tiktoken_like() -> PreTrainedTokenizerFast:
+    """Like Llama 3's and GPT-4's: bytes split by a pattern that keeps at most three digits and one space together."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*CORPUS, "你好世界 🎉🎊 你好"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
 
 
 def _without_special_bytes(fast: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

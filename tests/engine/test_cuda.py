@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cbatch.engine import Engine
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from tests.counting import CountingModel, counted
 from tests.engine.test_engine import churn, settle
 from tests.models.families import make_tiny
@@ -23,8 +23,8 @@ Start = Callable[..., Engine]
 SPIN = 20_000_000  # cycles: about 10 ms
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
 @contextmanager
@@ -77,16 +77,22 @@ def check_that_nothing_synchronises(family: str, *, enforce_eager: bool, **optio
     small = {"max_num_seqs": 8, "block_size": 16, "num_blocks": 64, "enforce_eager": enforce_eager, **options}
     with Engine.from_model(make_tiny(family, device="cuda"), **small) as engine:
         assert (engine.stats()["num_graphs"] > 0) is not enforce_eager
-        warm = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
-        first = [h.result(60).outputs[0].token_ids for h in warm]
+        first = mixture(engine)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            again = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
-            assert [h.result(60).outputs[0].token_ids for h in again] == first
+            assert mixture(engine) == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def mixture(engine: Engine) -> list[list[int]]:
+    """Greedy rows, log-probabilities of a prompt, and beams that are forked."""
+    handles: list[Any] = [engine.submit([1, 2, 3], greedy(20)) for _ in range(8)]
+    handles.append(engine.submit([1, 2, 3] * 9, greedy(4, prompt_logprobs=3)))
+    handles.append(engine.submit_beam_search([1, 2, 3], BeamSearchParams(3, 8)))
+    return [answer.token_ids for handle in handles for answer in handle.result(60).outputs]
 
 
 def test_random_joins_leaves_and_aborts_for_two_thousand_steps_of_graphs(counting_engine: Start) -> None:

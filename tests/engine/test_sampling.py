@@ -230,9 +230,9 @@ def test_steps_in_between_carry_nothing_to_the_slots() -> None:
     with Engine(LoopingModel(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
         compute = engine._executor.compute
 
-        def spy(io: Any, plan: Any, admissions: Any) -> None:
+        def spy(io: Any, plan: Any, admissions: Any, *rest: Any) -> None:
             seen.append([(a.slot, a.history.tolist(), a.prompt_len) for a in admissions])
-            compute(io, plan, admissions)
+            compute(io, plan, admissions, *rest)
 
         engine._executor.compute = spy  # type: ignore[method-assign]
         tokens(engine.submit([1, 2], SamplingParams(temperature=0.0, max_tokens=9, presence_penalty=1.0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,3 +239,22 @@ def test_layers_of_several_kinds_make_groups_of_equal_pages() -> None:
     assert [(g.spec.window, g.layers) for g in groups] == [(16, (0, 1)), (16, (3, 4)), (0, (2, 5))]
     assert len({g.elements_per_page(4) for g in groups}) == 1
     assert [g.layers for g in group_layers([world] * 3)] == [(0, 1, 2)]
+
+
+def test_prompts_all_of_whose_logits_are_wanted_come_in_small_parts() -> None:
+    """Of five such tokens a step, the first takes all; the second waits with a slot kept, and the third passes it."""
+    driver = Driver(make(max_prompt_logits=5, max_num_seqs=3))
+    first, second = (driver.add([i] * 12, 20, wants_prompt_logits=True) for i in (1, 2))
+    others = [driver.add([i] * 6, 20) for i in (3, 4)]
+    steps = []
+    write = driver.scheduler._write
+
+    def spy(host: Any, slots: Any, chunks: Any, admitted: Any) -> Any:
+        steps.append([(sequence.arrival, count) for sequence, count in chunks])
+        return write(host, slots, chunks, admitted)
+
+    driver.scheduler._write = spy  # type: ignore[method-assign]
+    driver.run()
+    assert steps[:5] == [[(0, 5), (2, 6)], [(0, 5)], [(0, 2), (1, 3)], [(1, 5)], [(1, 4)]]
+    assert [s.payload.tokens for s in (first, second)] == [solo([i] * 12, 20) for i in (1, 2)]
+    assert [s.payload.tokens for s in others] == [solo([i] * 6, 20) for i in (3, 4)]

@@ -1,0 +1,235 @@
+"""Runs beam searches: the beams of a prompt are sequences that share blocks, and each of their steps waits for all.
+
+A beam pauses behind each token that it samples. When all beams of a search have landed, the search chooses: of those
+that continue a beam, the first takes its slot over, the others are forked from it, and beams that nobody continues are
+aborted. Meanwhile other requests go on as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.beam_search import BeamSearch, Hypothesis
+from cbatch.errors import CBatchError
+from cbatch.outputs import Chunk, CompletionOutput, RequestOutput
+from cbatch.request import RequestHandle, Wakers, until_ready
+from cbatch.sampler import encode
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from cbatch.scheduler.plan import Landed
+from cbatch.scheduler.scheduler import Scheduler
+from cbatch.scheduler.sequence import Sequence, Status
+from cbatch.text import make_detokenizer
+
+# What is sampled does not count; the log-probabilities that land with it do.
+_GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+_STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
+
+
+class BeamHandle(RequestHandle):
+    """A beam search: wait for its ``result``, or abort it. Its answers are known at its end, all at once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: NDArray[np.int32],
+        params: BeamSearchParams,
+        tokenizer: Any,
+        on_end: Callable[[RequestHandle, bool], None],
+        search: BeamSearch,
+    ) -> None:
+        super().__init__(request_id, prompt.tolist(), _GREEDY, tokenizer, on_end)
+        self.beam_params = params
+        self.prompt = prompt
+        self.search = search
+        self._found: list[Hypothesis] | None = None
+
+    async def aresult(self) -> RequestOutput:
+        """``result`` for an event loop."""
+        await until_ready([self])
+        return self.result()
+
+    def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> None:
+        """The end, for the delivery thread; dropped if the request was aborted meanwhile."""
+        with self._lock:
+            if self.finished:
+                return
+            self._found = found
+            self.metrics.first_token_time = now
+            self._end(found[0].finish_reason if found else "stop", None, None, now, aborted=False)
+            self._wake(wakers)
+
+    def _answers(self) -> list[CompletionOutput]:
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            if self._found is None:  # it was aborted, or its time was over
+                return [CompletionOutput(0, "", [], self._finish_reason)]
+            found = self._found
+        return [self._readable_answer(index, one) for index, one in enumerate(found)]
+
+    def _readable_answer(self, index: int, found: Hypothesis) -> CompletionOutput:
+        text = ""
+        if self._tokenizer is not None:
+            detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
+            text = detokenizer.push(found.token_ids, found.finish_reason)
+            if found.finish_reason == "stop" and self.beam_params.include_stop_str_in_output:
+                text += self._tokenizer.decode(found.token_ids[-1:], skip_special_tokens=False)
+        answer = CompletionOutput(index, text, found.token_ids.copy(), found.finish_reason)
+        answer.cumulative_logprob, answer.score = found.logprob, found.score
+        return answer
+
+    def next_chunk(self, timeout: float | None = None) -> NoReturn:
+        self._refuse("next_chunk")
+
+    async def anext_chunk(self) -> NoReturn:
+        self._refuse("anext_chunk")
+
+    async def anext_chunks(self) -> list[tuple[int, Chunk]]:
+        self._refuse("anext_chunks")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    def __aiter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CBatchError(f"request {self.request_id}: a beam search has no {what}: its result comes at its end")
+
+
+class Beams:
+    """The searches that run. Called by the engine's thread alone; knows the scheduler, which knows nothing of it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._groups: dict[BeamHandle, _Group] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def start(self, handle: BeamHandle) -> None:
+        self._groups[handle] = _Group(handle, self._scheduler)
+
+    def abort(self, handle: BeamHandle) -> None:
+        if group := self._groups.pop(handle, None):
+            group.end()
+
+    def land(
+        self, landed: Landed, logprobs: tuple[NDArray[Any], ...] | None
+    ) -> tuple[Landed, Any, list[tuple[BeamHandle, list[Hypothesis]]]]:
+        """Take the rows of beams out of what has landed, and let searches go on that have all of theirs.
+
+        Returns the other rows with their log-probabilities, and what the searches that are over have found.
+        """
+        owners = [self._groups.get(sequence.payload) for sequence in landed.sequences.tolist()]
+        others = np.array([owner is None for owner in owners], np.bool_)
+        if others.all():
+            return landed, logprobs, []
+        assert logprobs is not None
+        ids, values, _ = logprobs
+        for row in np.flatnonzero(~others).tolist():
+            owners[row].take(landed.sequences[row], ids[row, 1:], values[row, 1:])  # type: ignore[union-attr]
+        over = []
+        for group in dict.fromkeys(owner for owner in owners if owner is not None):
+            if group.is_complete and not group.go_on():
+                over.append((group.handle, group.handle.search.finished))
+                self.abort(group.handle)
+        landed = replace(landed, sequences=landed.sequences[others], tokens=landed.tokens[others])
+        return landed, tuple(each[others] for each in logprobs), over
+
+    def make_room(self) -> bool:
+        """Give slots and blocks of a search's landed beams back, when nothing else can run; False if there are none.
+
+        Their log-probabilities are here, so they are computed again only if the search goes on with them.
+        """
+        return any(group.make_room() for group in self._groups.values())
+
+
+class _Group:
+    """The beams of one search, in its order."""
+
+    def __init__(self, handle: BeamHandle, scheduler: Scheduler) -> None:
+        self.handle, self._scheduler = handle, scheduler
+        self._beams = [handle.sequence]
+        self._records: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None]
+        self._epochs = [0]  # of their stays in the slots in which they have landed and pause
+        scheduler.add(handle.sequence)
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in self._records
+
+    def take(self, beam: Sequence, ids: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        index = self._beams.index(beam)
+        if self._records[index] is None:  # else it was preempted since, and computed once more
+            count = self.handle.search.num_candidates
+            self._records[index] = ids[:count], values[:count]
+            self._epochs[index] = beam.epoch
+
+    def go_on(self) -> bool:
+        """One step of the search; False when it is over."""
+        handle, scheduler = self.handle, self._scheduler
+        ids, values = zip(*(record for record in self._records if record is not None), strict=True)
+        chosen = handle.search.advance(np.stack(ids), np.stack(values))
+        if not chosen:
+            return False
+        heirs: dict[int, int] = {}  # of each beam that goes on, the first that continues it
+        for child, (parent, _) in enumerate(chosen):
+            heirs.setdefault(parent, child)
+        for index, beam in enumerate(self._beams):  # first, so that there are slots and blocks
+            if index not in heirs or not self._pauses(index):
+                scheduler.abort(beam)
+        new: list[Sequence] = []
+        for child, (parent, token) in enumerate(chosen):
+            if heirs[parent] == child and self._pauses(parent):
+                scheduler.go_on(self._beams[parent], token)
+                new.append(self._beams[parent])
+            else:
+                new.append(self._branch(parent, handle.search.beams[child]))
+        self._beams, self._records, self._epochs = new, [None] * len(new), [0] * len(new)
+        return True
+
+    def end(self) -> None:
+        for beam in self._beams:
+            self._scheduler.abort(beam)
+
+    def make_room(self) -> bool:
+        landed = [beam for beam, record in zip(self._beams, self._records, strict=True) if record is not None]
+        kept = [beam for beam in landed if beam.status is not Status.FINISHED]  # one may have been preempted since
+        for beam in kept:
+            self._scheduler.abort(beam)
+        return bool(kept)
+
+    def _pauses(self, index: int) -> bool:
+        """Whether a beam is in its slot as it has landed."""
+        beam = self._beams[index]
+        return beam.slot >= 0 and beam.epoch == self._epochs[index]
+
+    def _branch(self, parent: int, tokens: list[int]) -> Sequence:
+        root = self.handle.sequence
+        known = np.concatenate([self.handle.prompt, np.array(tokens, np.int32)])
+        child = beam_sequence(self.handle, known, root.max_len, root.priority, root.cache_salt)
+        if not (self._pauses(parent) and self._scheduler.fork(self._beams[parent], child)):
+            self._scheduler.add(child)
+        return child
+
+
+def beam_sequence(
+    handle: BeamHandle, known: NDArray[np.int32], max_len: int, priority: int, cache_salt: bytes
+) -> Sequence:
+    """A beam with these known tokens."""
+    return Sequence(
+        known,
+        max_len,
+        sampling_bits=_STATE.words,
+        flags=_STATE.flags,
+        priority=priority,
+        cache_salt=cache_salt,
+        pauses=True,
+        payload=handle,
+    )
