@@ -118,6 +118,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The one generator behind all: closing it runs its ``finally`` at once."""
         text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.compile_grammar, params, request_id)
         handle = self.engine.submit(token_ids, params, request_id)
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)

@@ -42,12 +42,14 @@ from cbatch.errors import (
     InvalidRequestError,
 )
 from cbatch.executor import Executor, suitable_backend
+from cbatch.grammar import Grammars
+from cbatch.held import Held, HeldRow
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
-from cbatch.sampler import LOGPROBS, PROCESSED, encode
+from cbatch.sampler import HELD, LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.plan import Landed, StepPlan
@@ -66,7 +68,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
     """A step in flight: its plan, the buffer it travels in, and the host's time for it so far (µs)."""
 
@@ -129,6 +131,8 @@ class Engine:
         self._graph_facts = self._executor.graph_facts()
         self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
+        self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+        self._held = Held(self._grammars, model.vocab_size)
         self._clock = StepClock()
         self._timeline: Timeline | None = None
         self._checks = debug.LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
@@ -187,6 +191,10 @@ class Engine:
         while self.admit() or self._in_flight:  # inbox -> scheduler
             if step := self.launch():  # batch N+1, before batch N has landed
                 self._in_flight.append(step)
+            if step and step.plan.flags & HELD:  # what the host decides of batch N+1 depends on batch N's tokens
+                while self._in_flight[0] is not step:
+                    self.deliver(*self.land(self._in_flight.popleft()))
+                self.sample(step)
             if self._in_flight and (len(self._in_flight) >= self.depth or not step):
                 self.deliver(*self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
 
@@ -228,7 +236,8 @@ class Engine:
             sizes, maker = plan.sizes, self._lane.marks_maker
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
-        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions), marks)
+        compute = partial(self._executor.compute, io, plan, admissions)
+        self._lane.launch(io, compute, marks, held=bool(plan.flags & HELD))
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:
@@ -244,6 +253,15 @@ class Engine:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
+    def sample(self, step: Step) -> None:
+        """Start the rest of a step that was held until all before it had landed. Waits for nothing."""
+        start = time.perf_counter()
+        io, plan = step.io, step.plan
+        num_masks, edits = self._held.prepare(plan, io.masks)
+        words = io.masks.head(num_masks) if num_masks else None
+        self._lane.go_on(io, partial(self._executor.sample, io, plan, num_masks, edits), words)
+        step.host_us += (time.perf_counter() - start) * 1e6
+
     def land(self, step: Step) -> tuple[Landed, Logprobs | None]:
         """Wait for a batch, and take its tokens in; with the log-probabilities, where some row wants them."""
         called = time.perf_counter()
@@ -255,6 +273,8 @@ class Engine:
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
+        if step.plan.flags & HELD:
+            self._held.accept(landed)
         if logprobs is not None and landed.rows is not None:  # of the rows that count
             ids, values, ranks = logprobs
             logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
@@ -363,6 +383,7 @@ class Engine:
             for i in range(params.n)
         ]
         prompt_ids: list[int] = prompt.tolist()
+        matchers = [self.compile_grammar(params, request_id) for _ in encoded]
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         with self._lock:
             if self._closing:
@@ -373,10 +394,19 @@ class Engine:
                 raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
             now = time.monotonic()
             children = []
-            for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
+            for i, (state, text, matcher) in enumerate(zip(encoded, texts, matchers, strict=True)):
                 name = request_id if params.n == 1 else f"{request_id}-{i}"
                 child = RequestHandle(name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i)
                 child.upload = state.upload
+                if state.flags & HELD:
+                    child.held = HeldRow(
+                        prompt_ids,
+                        params,
+                        matcher,
+                        eos_token_ids=self._eos_token_ids,
+                        stop_ids=stop_ids,
+                        bad_word_ids=banned,
+                    )
                 child.sequence = Sequence(
                     prompt,
                     max_len,
@@ -392,6 +422,19 @@ class Engine:
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
+
+    def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
+        """The grammar of ``structured_outputs``, None where there are none. What ``submit`` does too; from any thread.
+
+        It takes a moment, and is remembered: an event loop has a thread do it, and then submits.
+
+        Raises:
+            InvalidRequestError: there is no such grammar, or the extra is missing.
+        """
+        if params.structured_outputs is None:
+            return None
+        who = "request" if request_id is None else f"request {request_id}"
+        return self._grammars.matcher(params.structured_outputs, who)
 
     @cached_property
     def default_sampling_params(self) -> SamplingParams:

@@ -17,7 +17,7 @@ from cbatch.kernels.attention import AttentionBackend, make_backend
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.runner import Runner
-from cbatch.sampler import LOGPROBS, NUM_PARAMS
+from cbatch.sampler import LOGPROBS, NUM_PARAMS, Edit
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape
 from cbatch.slot_state import Admission
@@ -60,7 +60,7 @@ class Executor:
         limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
         buckets = Buckets(limit.num_tokens, limit.num_rows)
         choose = buckets.choose if graphed else eager_bucket(limit)
-        self.buffers = [IOBuffer(shape, limit, choose, model.device) for _ in range(config.depth)]
+        self.buffers = [IOBuffer(shape, limit, choose, model.device, model.vocab_size) for _ in range(config.depth)]
         self._runner = Runner(
             model,
             KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
@@ -81,13 +81,23 @@ class Executor:
         else:
             self.lane = CpuLane(self.buffers)
         self._run = self._graphs.launch if self._graphs else self._runner.run
+        self._go_on = self._graphs.go_on if self._graphs else self._runner.go_on
 
     def compute(self, io: IOBuffer, plan: StepPlan, admissions: Sequence[Admission] = ()) -> None:
-        """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
+        """Launch a step on the current stream; a HELD one up to its logits.
+
+        ``admissions`` are its new sequences whose flags have PROCESSED.
+        """
         if admissions:
             self._runner.slot_state.apply(admissions)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)
         self._run(io, plan)
+
+    def sample(self, io: IOBuffer, plan: StepPlan, num_masks: int, edits: Sequence[Edit]) -> None:
+        """Launch the rest of a HELD step: ``num_masks`` of the buffer's masks, and ``edits`` of logits, apply to it."""
+        if num_masks:
+            self._runner.slot_state.set_masks(*io.masks.on_device(num_masks))
+        self._go_on(io, plan, edits)
 
     def graph_facts(self) -> dict[str, Any]:
         """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""

@@ -5,6 +5,8 @@ Owns the state that stays there between steps: block tables, last tokens, sampli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from cbatch.buffers import DeviceBatch, IOBuffer, Landing
 from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
-from cbatch.sampler import FILTERED, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, make_step_ops
+from cbatch.sampler import FILTERED, HELD, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, Edit, edited, make_step_ops
 from cbatch.scheduler.plan import StepPlan, StepSizes
 from cbatch.slot_state import SlotState
 
@@ -43,6 +45,7 @@ class Runner:
         self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self.slot_state = SlotState(max_num_seqs, model.vocab_size, device)
         self._flat_tables = self.block_tables.view(-1)
+        self._held_logits: Tensor | None = None  # of a step that was launched, and is to sample yet
 
     def step(self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int) -> Tensor:
         """Compute a step whose arrays are on the device, and put what comes of it into ``landing``. Waits for nothing.
@@ -77,15 +80,25 @@ class Runner:
         # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
         logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
-        if sizes.num_samples:
+        if sizes.num_samples and not flags & HELD:
             self.sample(batch, sizes.num_samples, logits, landing, flags)
             if flags & LOGPROBS:
                 self.logprobs(logits, landing)
         return logits
 
     def run(self, io: IOBuffer, plan: StepPlan) -> None:
-        """Launch a step kernel by kernel."""
-        self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
+        """Launch a step kernel by kernel; a HELD one up to its logits."""
+        logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
+        self._held_logits = logits if plan.flags & HELD else None
+
+    def go_on(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit]) -> None:
+        """Launch the rest of the HELD step that was launched last."""
+        logits, self._held_logits = self._held_logits, None
+        assert logits is not None, "no step was held"
+        with edited(logits, edits, plan.flags):
+            self.sample(io.batch, plan.sizes.num_samples, logits, io.device_landing, plan.flags)
+        if plan.flags & LOGPROBS:
+            self.logprobs(logits, io.device_landing)
 
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, landing: Landing, flags: int) -> None:
         """Draw the tokens of a step from its logits, put them into ``landing``, and remember them by slot."""
