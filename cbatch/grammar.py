@@ -67,6 +67,8 @@ class Grammars:
         except ValueError as error:
             raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
+        if not start.is_error():
+            start.compute_bitmask()  # a grammar of no text at all is found out here
         if start.is_error():
             raise InvalidRequestError(f"{who}: {_name(asked)}: {_first_lines(start.get_error())}")
         with self._lock:

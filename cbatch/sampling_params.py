@@ -530,8 +530,8 @@ def _schema(name: str, value: Any) -> str | None:
         schema = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is no JSON: {error}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object, not {type(schema).__name__}")
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object")
     return text
 
 
