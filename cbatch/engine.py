@@ -237,7 +237,7 @@ class Engine:
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
         compute = partial(self._executor.compute, io, plan, admissions)
-        self._lane.launch(io, compute, marks, held=bool(plan.flags & HELD))
+        self._lane.launch(io, compute, marks, bool(plan.flags & HELD))
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:

@@ -27,7 +27,7 @@ THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
 class Lane(Protocol):
     kind: str  # "gpu" or "cpu_lane": whose activity it is
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, *, held: bool = False) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         """Start copying the step's words in, computing, and copying its tokens out; returns at once.
 
         ``marks``, from this lane's maker, take down when that happens. A step that is ``held`` stops behind
@@ -92,7 +92,7 @@ class CpuLane:
         self._thread = threading.Thread(target=self._work, name=f"{THREAD_PREFIX}compute", daemon=True)
         self._thread.start()
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, *, held: bool = False) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         io.lane_state.landed.clear()
         io.lane_state.marks = marks
         self._jobs.put(_Job(io, compute, (io.host_words, io.device_words), True, not held))
@@ -192,7 +192,7 @@ class CudaLane:
         )
         self._last_end: torch.cuda.Event | None = None
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, *, held: bool = False) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         step: _CudaStep = io.lane_state
         step.marks, step.held = marks, held
         if held and step.pause is None:
