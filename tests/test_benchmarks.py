@@ -113,6 +113,7 @@ def test_one_row_of_a_batch_of_decode_waits_for_the_host(tiny, kind):
     if kind == "one-grammar":
         pytest.importorskip("llguidance")
     model = load_model(tiny, load_format="dummy", model_impl="auto")
+    model.eos_token_ids = (2,)  # as the shapes have one
     args = Namespace(sampling=[kind], batches=[3], contexts=[40], steps=10, profiled_steps=0, depth=None)
     (run,) = decode.windows(model, "async", args, bandwidth=1e10)
     assert (run["num_requests"], run["sampling"]) == (3, kind)

@@ -9,7 +9,15 @@ import cbatch
 
 PUBLIC = {
     *("LLM", "AsyncLLM", "Engine", "EngineConfig", "RequestHandle"),
-    *("SamplingParams", "RequestOutputKind", "RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"),
+    *(
+        "SamplingParams",
+        "StructuredOutputsParams",
+        "RequestOutputKind",
+        "RequestOutput",
+        "CompletionOutput",
+        "Logprob",
+        "RequestMetrics",
+    ),
     *("CBatchError", "ConfigError", "InvalidRequestError", "PromptTooLongError", "DuplicateRequestError"),
     *("UnsupportedModelError", "ModelNotFoundError", "EngineClosedError", "EngineDeadError"),
     "__version__",
