@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_steps_without_such_rows_are_not_held(counting_engine: Start, monkeypatc
     assert len(held) == 5
     tokens(engine.submit([1], SamplingParams(temperature=0.0, max_tokens=20)))
     assert len(held) == 5
+
+
+def test_time_until_the_host_has_decided_is_no_activity(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = counting_engine()
+    prepare = engine._held.prepare
+    monkeypatch.setattr(engine._held, "prepare", lambda *given: time.sleep(0.03) or prepare(*given))
+    assert tokens(engine.submit([1], greedy(lambda ids, logits: logits))) == counted(1, 12)
+    stats = engine.stats()
+    assert 0 < stats["activity_pct"] < 60
+    assert stats["ms_per_step_p50"] < 25
 
 
 @everywhere
