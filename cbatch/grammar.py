@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
+# For one mask of a grammar of the user's own. It takes some µs, but for some rules that no text can satisfy (`a: /x+/ a`)
+# llguidance looks for one for ever. JSON, expressions and choices have no such rules.
+_PATIENCE_S = 5.0
 
 
 class Grammars:
@@ -67,29 +70,48 @@ class Grammars:
         except ValueError as error:
             raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
-        if not start.is_error():
-            start.compute_bitmask()  # a grammar of no text at all is found out here
-        if start.is_error():
-            raise InvalidRequestError(f"{who}: {_name(asked)}: {_first_lines(start.get_error())}")
+        try:
+            if not start.is_error():  # a grammar of no text at all is found out here
+                self.fill_in_time(start, np.empty(self.num_words, np.int32))
+            if start.is_error():
+                raise ValueError(_first_lines(start.get_error()))
+        except ValueError as error:
+            raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
         with self._lock:
             self._cache[asked] = start
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return start.deep_copy()
 
-    def fill(self, matchers: list[LLMatcher], masks: NDArray[np.int32]) -> None:
-        """The tokens that may come next in each: bit i % 32 of word i // 32 of ``masks [at least len, num_words]``.
+    def fill(self, matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
+        """The tokens that may come next, for each in the row of its number: bit i % 32 of word i // 32 for token i.
 
-        Several are made at once, by threads of llguidance's own.
+        Several rows of ``masks [rows, num_words]`` are made at once, by threads of llguidance's own.
         """
-        assert masks.flags.c_contiguous and masks.shape[1] == self.num_words and len(matchers) <= len(masks)
-        address, num_bytes = masks.ctypes.data, masks.strides[0]
+        assert masks.flags.c_contiguous and masks.shape[1] == self.num_words
+        assert self._executor is not None and all(row < len(masks) for _, row in matchers)
         if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(address, num_bytes)
-        else:
-            assert self._executor is not None
-            numbered = [(matcher, i) for i, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(numbered, address, num_bytes, len(masks))
+            ((matcher, row),) = matchers
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+        elif matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+    def fill_in_time(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
+        """The same for one that may never come to an end: ``mask [num_words]``. Starts a thread, and waits for it.
+
+        Raises ValueError if it takes too long. It then goes on in that thread; the matcher must not be used again.
+        """
+        made = np.empty(self.num_words, np.int32)  # of the thread's own
+        thread = threading.Thread(
+            target=lambda: matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes), name="mask", daemon=True
+        )
+        thread.start()
+        thread.join(_PATIENCE_S)
+        if thread.is_alive():
+            raise ValueError(
+                f"what may come next was not found within {_PATIENCE_S:.0f} s; can no text satisfy a rule?"
+            )
+        mask[:] = made
 
     def _read_vocabulary(self, who: str) -> LLTokenizer:
         if self._vocabulary is None:

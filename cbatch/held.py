@@ -50,6 +50,7 @@ class HeldRow:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.matcher = matcher
+        self.may_hang = params.structured_outputs is not None and params.structured_outputs.grammar is not None
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._min_tokens = params.min_tokens
@@ -136,11 +137,14 @@ class Held:
         masks, num_words = area.masks, self._grammars.num_words
         if num_words != self._num_words:  # the tokenizer has more tokens than the model
             masks = np.empty((len(rows), num_words), np.int32)
-        self._grammars.fill([handle.held.matcher for handle, _ in rows], masks)
+        numbered = [(handle.held, i) for i, (handle, _) in enumerate(rows)]
+        self._grammars.fill([(held.matcher, i) for held, i in numbered if not held.may_hang], masks)
         count = 0
         for i, (handle, slot) in enumerate(rows):
             mask = masks[i, : self._num_words]
             try:
+                if handle.held.may_hang:
+                    self._grammars.fill_in_time(handle.held.matcher, masks[i])
                 handle.held.narrow(mask)
             except ValueError as error:
                 _fail(handle, f"structured_outputs: {error}")

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -400,6 +401,41 @@ def test_bad_grammar_is_refused_at_submission_alone(
         with pytest.raises(InvalidRequestError, match=f"(?s)request x: .*{message}"):
             engine.submit([5], params, request_id="x")
         assert len(tokens(neighbour)) == 20
+
+
+def test_grammar_that_never_finds_its_next_token_ends_its_request_alone(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance looks for the end of endless rules for ever, without the interpreter's lock. In the engine's thread it
+    would be everybody's end. It stands still here instead of burning a core for the rest of the tests."""
+    monkeypatch.setattr("cbatch.grammar._PATIENCE_S", 0.2)
+    go_on = threading.Event()
+
+    class Hanging:
+        """A matcher whose fourth mask does not come."""
+
+        def __init__(self, matcher: Any) -> None:
+            self.matcher, self.masks = matcher, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+        def unsafe_compute_mask_ptr(self, *where: int) -> None:
+            self.masks += 1
+            assert self.masks < 4 or go_on.wait(60)
+            self.matcher.unsafe_compute_mask_ptr(*where)
+
+    with start(model, tokenizer) as engine:
+        matcher = engine._grammars.matcher
+        monkeypatch.setattr(engine._grammars, "matcher", lambda *given: Hanging(matcher(*given)))
+        neighbour = engine.submit([9, 8], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        handle = engine.submit([5], SamplingParams(structured_outputs=StructuredOutputsParams(grammar=LIST)))
+        with pytest.raises(CBatchError, match="structured_outputs: what may come next was not found within"):
+            handle.result(60)
+        assert len(tokens(neighbour)) == 20
+        go_on.set()
+        monkeypatch.undo()
+        assert len(tokens(engine.submit([9, 8], neighbour.params))) == 20
 
 
 @pytest.mark.parametrize(
