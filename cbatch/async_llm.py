@@ -48,6 +48,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
                 once, the rest by the first step of the iteration.
+            CBatchError: a logits processor of yours failed, or parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
-# For one mask of a grammar of the user's own. It takes some µs, but for some rules that no text can satisfy (`a: /x+/ a`)
-# llguidance looks for one for ever. JSON, expressions and choices have no such rules.
+# For one mask of a grammar of the user's own. It takes some µs, but of some rules that no text can satisfy, such as
+# `a: /x+/ a`, llguidance looks for the end for ever. JSON, expressions and choices have no such rules.
 _PATIENCE_S = 5.0
 
 
@@ -103,14 +103,14 @@ class Grammars:
         """
         made = np.empty(self.num_words, np.int32)  # of the thread's own
         thread = threading.Thread(
-            target=lambda: matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes), name="mask", daemon=True
+            target=lambda: matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes),
+            name="cbatch-mask",
+            daemon=True,
         )
         thread.start()
         thread.join(_PATIENCE_S)
         if thread.is_alive():
-            raise ValueError(
-                f"what may come next was not found within {_PATIENCE_S:.0f} s; can no text satisfy a rule?"
-            )
+            raise ValueError(f"what may come next was not found within {_PATIENCE_S} s; can no text satisfy a rule?")
         mask[:] = made
 
     def _read_vocabulary(self, who: str) -> LLTokenizer:
