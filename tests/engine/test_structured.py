@@ -8,11 +8,14 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -277,6 +280,80 @@ def test_two_hundred_random_schemas_are_kept_to_beside_neighbours_and_preemption
         assert engine.stats()["num_preemptions"] > 10
 
 
+# ---- mixtures
+
+
+@pytest.fixture(scope="module")
+def both(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Engine, Engine]]:
+    with ExitStack() as stack:
+        sync = stack.enter_context(start(model, tokenizer, schedule="sync"))
+        yield sync, stack.enter_context(start(model, tokenizer, num_blocks=30, depth=3))
+
+
+def turn(token_ids: list[int], logits: Tensor) -> Tensor:
+    return logits.roll(len(token_ids))
+
+
+letters = st.sampled_from([EOS, *range(64, 96)])
+mixtures = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 20), "seed": st.integers(0, 2**63 - 1)},
+    optional={
+        "structured_outputs": st.sampled_from(
+            [
+                StructuredOutputsParams(json=PERSON),
+                StructuredOutputsParams(json=PERSON, disable_any_whitespace=True),
+                StructuredOutputsParams(regex="[a-z]{2,5}( [a-z]+)*"),
+                StructuredOutputsParams(choice=["yes", "no", "yesterday"]),
+                StructuredOutputsParams(grammar=LIST),
+            ]
+        ),
+        "logits_processors": st.just([turn]),
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+        "top_k": st.sampled_from([0, 1, 5]),
+        "top_p": st.sampled_from([0.1, 0.8, 1.0]),
+        "repetition_penalty": st.sampled_from([0.5, 1.3]),
+        "frequency_penalty": st.floats(-2, 2),
+        "min_tokens": st.integers(0, 14),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(letters, max_size=3),
+        "stop": st.lists(st.sampled_from(["a", "es", '"']), max_size=2),
+        "bad_words": st.lists(st.sampled_from(["a", "yes", "no", "ab", "{", "x"]), max_size=4),
+        "allowed_token_ids": st.lists(letters, min_size=8, max_size=30, unique=True),
+        "logit_bias": st.dictionaries(letters, st.floats(-100, 100), max_size=8),
+        "logprobs": st.integers(0, 3),
+        "n": st.integers(1, 2),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.sampled_from(PROMPTS), mixtures), min_size=1, max_size=7))
+def test_any_mixture_of_parameters_is_the_same_on_both_schedules(
+    both: tuple[Engine, Engine], drawn: list[tuple[list[int], dict[str, Any]]]
+) -> None:
+    """Errors, too: a request whose parameters leave no token fails at the same token of the same rows."""
+    results: list[list[Any]] = [[], []]
+    for engine, found in zip(both, results, strict=True):
+        handles = []
+        for prompt, fields in drawn:
+            fields = {**fields, "min_tokens": min(fields.get("min_tokens", 0), fields["max_tokens"])}
+            if fields.get("temperature") == 0:
+                fields["n"] = 1
+            try:
+                handles.append(engine.submit(prompt, SamplingParams(**fields)))
+            except InvalidRequestError as error:
+                assert "forbid all" in str(error)
+        for child in (child for handle in handles for child in handle.children):
+            try:
+                one = answer(child)
+                found.append((one.token_ids, one.text, one.finish_reason, one.stop_reason))
+            except CBatchError as error:
+                found.append(str(error).partition(": ")[2])
+                assert "no token that the grammar allows here is left" in found[-1]
+        assert engine.is_healthy
+    assert results[0] == results[1]
+
+
 # ---- what there is to ask for
 
 
@@ -439,7 +516,7 @@ def test_grammar_that_never_finds_its_next_token_ends_its_request_alone(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({}, "has nothing, but must have exactly one of json, regex, choice, grammar, json_object"),
         ({"regex": "a", "choice": ["a"]}, "has regex and choice"),
@@ -462,9 +539,9 @@ def test_grammar_that_never_finds_its_next_token_ends_its_request_alone(
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "whitespace_pattern beside"),
     ],
 )
-def test_parameters_that_say_no_structure(given: dict[str, Any], message: str) -> None:
+def test_parameters_that_say_no_structure(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        StructuredOutputsParams(**given)
+        StructuredOutputsParams(**fields)
 
 
 def test_structures_are_compared_by_what_they_say() -> None:
