@@ -134,6 +134,10 @@ class InterleavedGenerator:
         """
         if self.model.training:
             raise ConfigError("the model is in training mode: call model.eval() first")
+        if self.model.device != self._device:
+            raise ConfigError(
+                f"the model is on {self.model.device} now, but was on {self._device}: make a new generator"
+            )
         choice, limit = resolve(
             self.model.generation_config,
             self._vocab_size,

@@ -107,8 +107,8 @@ class Tokens(_State):
 class Beams(_State):
     """Beam search as transformers does it, without a wait. A row of the report: whether the search goes on.
 
-    ``running`` are the beams that go on, ``best`` those that have ended, by score. What a step does after the end
-    changes nothing in ``best``: the step was launched before the end was known.
+    ``running`` are the beams that go on, ``best`` those that have ended, by score. A step that was launched before the
+    end was known changes no row's first in ``best``: it has ended by then, and whatever comes is put 1e9 below it.
     """
 
     def __init__(self, choice: Choice, batch_size: int, num_steps: int, generator: torch.Generator) -> None:
@@ -124,7 +124,6 @@ class Beams(_State):
         self._best_lens = torch.empty(batch_size, beams, dtype=torch.int64, device=device)
         self._ended = torch.empty(batch_size, beams, dtype=torch.bool, device=device)
         self._improvable = torch.empty(batch_size, 1, dtype=torch.bool, device=device)
-        self._goes_on = torch.ones((), dtype=torch.bool, device=device)
         self._limit = torch.zeros(1, dtype=torch.int64, device=device)
         self._columns = torch.arange(num_steps, device=device)
         self._is_top = torch.arange(self._num_candidates, device=device) < beams
@@ -141,7 +140,6 @@ class Beams(_State):
         self._best_lens.zero_()
         self._ended.fill_(False)
         self._improvable.fill_(True)
-        self._goes_on.fill_(True)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         choice, beams = self.choice, self.choice.num_beams
@@ -173,10 +171,10 @@ class Beams(_State):
         all_scores = torch.cat((self._best_scores, final), 1)
         ranks = all_scores.topk(beams).indices
         lens = torch.cat((self._best_lens, length.expand_as(tokens)), 1)
-        self._keep(self._best, _take(torch.cat((self._best, candidates), 1), ranks))
-        self._keep(self._best_scores, all_scores.gather(1, ranks))
-        self._keep(self._best_lens, lens.gather(1, ranks))
-        self._keep(self._ended, torch.cat((self._ended, stops_well), 1).gather(1, ranks))
+        self._best.copy_(_take(torch.cat((self._best, candidates), 1), ranks))
+        self._best_scores.copy_(all_scores.gather(1, ranks))
+        self._best_lens.copy_(lens.gather(1, ranks))
+        self._ended.copy_(torch.cat((self._ended, stops_well), 1).gather(1, ranks))
 
         far = self._limit if choice.early_stopping == "never" and choice.length_penalty > 0 else length
         hoped = self._running_scores[:, :1] / far.double().pow(choice.length_penalty).float()
@@ -185,15 +183,11 @@ class Beams(_State):
         goes_on = self._improvable.any() & ~stops.all()
         if choice.early_stopping is True:
             goes_on = goes_on & ~self._ended.all()
-        self._goes_on.logical_and_(goes_on)
-        self._write(self._goes_on[None].long())
+        self._write(goes_on[None].long())
         return next_tokens.view(-1), (next_parents + self._first_rows).view(-1)
 
     def result(self, num_steps: int) -> Tensor:
         return self._best[:, 0, : int(self._best_lens[:, 0].max())]
-
-    def _keep(self, state: Tensor, new: Tensor) -> None:
-        state.copy_(torch.where(self._goes_on, new, state))
 
 
 def _take(beams: Tensor, indices: Tensor) -> Tensor:
