@@ -105,14 +105,7 @@ def test_what_is_kept_from_one_prompt_serves_another(tiny: Make, device: str) ->
     """A captured step keeps its tensors for the next prompt: nothing of the trial steps or of the last prompt, longer
     and padded elsewhere, may be left in them. Run here without the graph, so that the CPU sees it too."""
     model = tiny("gemma2", device)
-    choice, _ = resolve(
-        model.generation_config,
-        101,
-        **dict.fromkeys(
-            ("max_new_tokens do_sample temperature top_k top_p num_beams length_penalty early_stopping eos_token_id "
-             "pad_token_id").split()
-        ),
-    )  # fmt: skip
+    choice, _ = resolve(model.generation_config, 101)
     search = Tokens(choice, 3, 40, torch.Generator(device))
     decoding = Decoding(model, model, search, 40, "static")
     with torch.no_grad():

@@ -137,7 +137,7 @@ def test_a_model_in_training_is_refused() -> None:
     model: Any = make_tiny("gpt2")
     made = InterleavedGenerator(model)
     model.train()
-    with pytest.raises(ConfigError, match="model.eval"):
+    with pytest.raises(ConfigError, match=r"model\.eval"):
         made.generate(IDS, max_new_tokens=2)
 
 
