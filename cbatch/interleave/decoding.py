@@ -5,6 +5,7 @@ Knows a model of transformers and how tokens are chosen; knows no stream but the
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from cbatch.errors import UnsupportedModelError
+from cbatch.graphs import begin_capture
 from cbatch.interleave.search import Search
 
 CacheKind = Literal["static", "dynamic"]
@@ -101,10 +103,8 @@ class Decoding:
         else:
             self._step()
 
-    def capture(self, generator: torch.Generator | None) -> None:
+    def capture(self) -> None:
         """Make a CUDA graph of the step, of a loaded prompt. Waits for the device; ``load`` again afterwards.
-
-        ``generator`` is the one that the search draws from, if it draws: each replay takes its seed and goes on in it.
 
         The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
         that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
@@ -123,13 +123,20 @@ class Decoding:
             self._rewind()
         caller.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            graph.register_generator_state(generator)
+        if self.search.draws:
+            graph.register_generator_state(self.search.generator)
+        # A stream that hardly anybody else has computed on: cuBLAS keeps a workspace for each, and this one's then lies
+        # in the graph's own memory. Others are given back when torch.compile captures graphs of its own.
+        capturing = torch.cuda.Stream(device, priority=-1)
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the middle of a capture could call what a capture does not allow
         try:
-            # A stream that has computed nothing yet: cuBLAS keeps a workspace for each stream, and this one's then
-            # belongs to the graph's memory. Others are given back when torch.compile captures graphs of its own.
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
-                self._step()
+            with torch.cuda.stream(capturing):
+                begin_capture(graph, torch.cuda.graph_pool_handle())
+                try:
+                    self._step()
+                finally:
+                    graph.capture_end()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -137,6 +144,9 @@ class Decoding:
                 f"a step of {type(self._model).__name__} cannot be captured as a CUDA graph, use compile=False: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        finally:
+            if collecting:
+                gc.enable()
         self._graph = graph
 
     def _rewind(self) -> None:

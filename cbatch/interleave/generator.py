@@ -82,7 +82,6 @@ class InterleavedGenerator:
         self.num_steps = self.num_wasted_steps = 0
         self._lanes: Lanes = CudaLanes(num_streams, self._device) if on_gpu else HostLane()
         self._forward: Callable[..., Any] = torch.compile(model.__call__) if compile is True else model
-        self._generator = torch.Generator(self._device)
         self._captured: tuple[tuple[Choice, int], Decoding] | None = None  # by choice and batch size
         self._busy = threading.Lock()
 
@@ -198,9 +197,9 @@ class InterleavedGenerator:
         batch = Batch(input_ids, attention_mask, padded, limit)
         decoding = self._decoding(batch, choice)
         decoding.load(batch)
-        if choice.do_sample:  # a generator of our own can be captured, and the caller's stays the caller's
+        if choice.do_sample:  # a generator of its own can be captured, and the caller's stays the caller's
             device = generator.device if generator is not None else "cpu"
-            self._generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
+            decoding.search.generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
         lanes, behind = self._lanes, self._lanes.depth - 1
         lanes.open(decoding.search.report, limit)
         self.num_steps = num_tokens = 0
@@ -236,11 +235,11 @@ class InterleavedGenerator:
             self._captured = None  # its memory is the new one's
             max_len = -(-max_len // _PAGE) * _PAGE
         search_class = Beams if choice.num_beams > 1 else Tokens
-        search = search_class(choice, batch_size, max_len if captured else limit, self._generator)
+        search = search_class(choice, batch_size, max_len if captured else limit, self._device)
         decoding = Decoding(self.model, self._forward, search, max_len, self.cache)
         if captured:
             decoding.load(batch)
-            decoding.capture(self._generator if choice.do_sample else None)
+            decoding.capture()
             self._captured = key, decoding
         return decoding
 

@@ -20,6 +20,8 @@ _NEVER = -1.0e9  # transformers' own: what it adds to a score that must not win
 class Search(Protocol):
     num_rows: int  # of the model's input
     report: Tensor  # [num_steps, width] int64
+    draws: bool
+    generator: torch.Generator  # what it draws from
 
     def reset(self, max_new_tokens: int) -> None:
         """Begin a batch."""
@@ -65,7 +67,7 @@ class _State:
         self.choice, self.batch_size = choice, batch_size
         self.num_rows = batch_size * choice.num_beams
         self.device = generator.device
-        self._generator = generator
+        self.generator = generator
         self._step = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._eos = torch.tensor(choice.eos_token_ids, dtype=torch.int64, device=self.device)
         self.report = torch.full((num_steps, width), -1, dtype=torch.int64, device=self.device)
@@ -81,8 +83,8 @@ class _State:
 class Tokens(_State):
     """Greedy or sampled, each row for itself. A row of the report: whether any goes on, then the tokens."""
 
-    def __init__(self, choice: Choice, batch_size: int, num_steps: int, generator: torch.Generator) -> None:
-        super().__init__(choice, batch_size, 1 + batch_size, num_steps, generator)
+    def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
+        super().__init__(choice, batch_size, 1 + batch_size, num_steps, device)
         self._alive = torch.ones(batch_size, dtype=torch.bool, device=self.device)
 
     def reset(self, max_new_tokens: int) -> None:
@@ -91,11 +93,11 @@ class Tokens(_State):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.choice.do_sample:
-            tokens = draw(warp(self.choice, logits), 1, self._generator)[:, 0]
+            tokens = draw(warp(self.choice, logits), 1, self.generator)[:, 0]
         else:
             tokens = logits.argmax(-1)
         if self.choice.pad_token_id is not None:
-            tokens = torch.where(self._alive, tokens, self.choice.pad_token_id)
+            tokens = tokens.masked_fill(~self._alive, self.choice.pad_token_id)  # ``where`` would copy it over
             self._alive.logical_and_(~self._ends(tokens))
         self._write(torch.cat((self._alive.any()[None].long(), tokens)))
         return tokens, None
@@ -111,9 +113,9 @@ class Beams(_State):
     end was known changes no row's first in ``best``: it has ended by then, and whatever comes is put 1e9 below it.
     """
 
-    def __init__(self, choice: Choice, batch_size: int, num_steps: int, generator: torch.Generator) -> None:
-        super().__init__(choice, batch_size, 1, num_steps, generator)
-        beams, device = choice.num_beams, self.device
+    def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
+        super().__init__(choice, batch_size, 1, num_steps, device)
+        beams = choice.num_beams
         # Enough candidates that `beams` of them go on even if every stop token is among them.
         self._num_candidates = max(2, 1 + len(choice.eos_token_ids)) * beams
         self._fill = (choice.pad_token_id or choice.eos_token_ids[0]) if choice.eos_token_ids else -1
@@ -147,7 +149,7 @@ class Beams(_State):
         scores = warp(choice, logits.log_softmax(-1)).view(batch_size, beams, vocab_size)
         scores = (scores + self._running_scores[:, :, None]).view(batch_size, beams * vocab_size)
         if choice.do_sample:
-            picked = draw(scores, self._num_candidates, self._generator)
+            picked = draw(scores, self._num_candidates, self.generator)
             picked_scores = scores.gather(1, picked)
         else:
             picked_scores, picked = scores.topk(self._num_candidates)
@@ -178,7 +180,7 @@ class Beams(_State):
 
         far = self._limit if choice.early_stopping == "never" and choice.length_penalty > 0 else length
         hoped = self._running_scores[:, :1] / far.double().pow(choice.length_penalty).float()
-        worst = torch.where(self._ended, self._best_scores.amin(1, keepdim=True), _NEVER)
+        worst = self._best_scores.amin(1, keepdim=True).expand_as(self._ended).masked_fill(~self._ended, _NEVER)
         self._improvable.logical_and_((hoped > worst).any(-1, keepdim=True))
         goes_on = self._improvable.any() & ~stops.all()
         if choice.early_stopping is True:

@@ -1,4 +1,4 @@
-"""The known mistakes with two streams, each provoked: reads before writes, memory that is freed too early, hidden waits.
+"""The known mistakes with two streams, each provoked: reads before writes, memory freed too early, hidden waits.
 
 A delay is a kernel that spins, or a large copy, queued ahead of what must be waited for.
 """
@@ -94,7 +94,11 @@ def test_without_the_wait_for_the_step_before_the_delay_shows(tiny: Make) -> Non
     around(made, lambda: torch.cuda._sleep(20 * SPIN), lambda: None)
     for lane in lanes_of(made)._lanes:
         lane.stream.wait_event = lambda event: None  # type: ignore[method-assign]
-    assert made.generate(ids, mask, 12).tolist() != expected(model, ids, mask, 12).tolist()
+    try:
+        tokens = made.generate(ids, mask, 12).tolist()
+    except AssertionError:  # both streams wrote one row of the report, and nobody the next
+        return
+    assert tokens != expected(model, ids, mask, 12).tolist()
 
 
 def test_without_the_wait_for_the_copy_the_row_is_not_there(tiny: Make) -> None:
@@ -274,11 +278,9 @@ def test_a_captured_draw_follows_the_seed(tiny: Make) -> None:
     for options in ({}, {"num_beams": 2}):
         answers = [run(seed, **options) for seed in (1, 2, 1, 2)]
         assert answers[:2] == answers[2:] and answers[0] != answers[1]
-    torch.manual_seed(1)
     before = torch.cuda.get_rng_state()
-    run(5)
-    torch.manual_seed(1)
-    assert torch.cuda.get_rng_state().equal(before)
+    made.generate(ids, mask, 16, top_k=0)
+    assert torch.cuda.get_rng_state().equal(before), "torch's own generator of the device is the caller's"
 
 
 def test_each_token_of_a_captured_draw_is_new(tiny: Make) -> None:
@@ -302,7 +304,7 @@ def test_a_graph_survives_what_torch_compile_captures_meanwhile(tiny: Make) -> N
     torch._C._cuda_clearCublasWorkspaces()
     filled = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
     assert made.generate(ids, mask, 20).tolist() == right
-    del filled
+    assert all(bool(block.isnan().all()) for block in filled)
 
 
 def test_a_model_that_waits_cannot_be_captured_and_says_so(tiny: Make) -> None:
@@ -320,3 +322,4 @@ def test_a_model_that_waits_cannot_be_captured_and_says_so(tiny: Make) -> None:
         hook.remove()
     ids, mask = prompts("cuda")
     assert made.generate(ids, mask, 5).tolist() == expected(model, ids, mask, 5).tolist()
+    torch.rand(3, device="cuda")  # the generator of the device is not left as if a capture went on

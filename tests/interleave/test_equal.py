@@ -106,7 +106,7 @@ def test_what_is_kept_from_one_prompt_serves_another(tiny: Make, device: str) ->
     and padded elsewhere, may be left in them. Run here without the graph, so that the CPU sees it too."""
     model = tiny("gemma2", device)
     choice, _ = resolve(model.generation_config, 101)
-    search = Tokens(choice, 3, 40, torch.Generator(device))
+    search = Tokens(choice, 3, 40, torch.device(device))
     decoding = Decoding(model, model, search, 40, "static")
     with torch.no_grad():
         for trial, length in enumerate((20, 9, 14)):

@@ -203,7 +203,7 @@ def test_steps_after_the_end_of_a_beam_search_change_no_answer() -> None:
         vocab, beams, batch_size = dice.choice([4, 6, 12]), dice.choice([2, 3, 4]), dice.choice([1, 2, 3])
         ends = tuple(dice.sample(range(vocab), dice.choice([1, 2, vocab - 1])))
         penalty, early = dice.choice([1.0, 0.0, -1.0, 2.0]), dice.choice([True, False, "never"])
-        search = Beams(Choice(False, 1.0, 0, 1.0, beams, penalty, early, ends, 0), batch_size, 8, torch.Generator())
+        search = Beams(Choice(False, 1.0, 0, 1.0, beams, penalty, early, ends, 0), batch_size, 8, torch.device("cpu"))
         search.reset(8)
         answer = None
         noise = torch.Generator().manual_seed(trial)

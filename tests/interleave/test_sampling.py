@@ -106,7 +106,7 @@ def test_nearly_greedy_is_greedy(tiny: Make, device: str) -> None:
 def test_a_search_allocates_nothing_that_moves(device: str) -> None:
     """A graph that was captured reads fixed addresses: every tensor of the state stays where it is."""
     for kind, choice in ((Tokens, SAMPLED), (Beams, replace(SAMPLED, num_beams=3, eos_token_ids=(4,), pad_token_id=4))):
-        search = kind(choice, 2, 10, torch.Generator(device))
+        search = kind(choice, 2, 10, torch.device(device))
         search.reset(10)
         tensors = {name: value for name, value in vars(search).items() if isinstance(value, torch.Tensor)}
         for _ in range(3):
