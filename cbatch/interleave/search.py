@@ -63,11 +63,11 @@ def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
 class _State:
     """The step number and the report, which both searches have."""
 
-    def __init__(self, choice: Choice, batch_size: int, width: int, num_steps: int, generator: torch.Generator) -> None:
-        self.choice, self.batch_size = choice, batch_size
+    def __init__(self, choice: Choice, batch_size: int, width: int, num_steps: int, device: torch.device) -> None:
+        self.choice, self.batch_size, self.device = choice, batch_size, device
         self.num_rows = batch_size * choice.num_beams
-        self.device = generator.device
-        self.generator = generator
+        self.draws = choice.do_sample
+        self.generator = torch.Generator(device)
         self._step = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._eos = torch.tensor(choice.eos_token_ids, dtype=torch.int64, device=self.device)
         self.report = torch.full((num_steps, width), -1, dtype=torch.int64, device=self.device)
