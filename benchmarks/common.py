@@ -34,6 +34,25 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def device_intervals(recorded: torch.profiler.profile) -> list[tuple[int, int]]:
+    """Begin and end, in ns, of every kernel and copy that a profile of CUDA holds, in order of their begin."""
+    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if str(event.device_type()).endswith("CUDA")
+    )
+
+
+def busy_share(intervals: list[tuple[int, int]]) -> float:
+    """The share of the time from the first begin to the last end that lies in some interval; they are in order."""
+    busy, end = 0, intervals[0][0]
+    for start, stop in intervals:
+        busy += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / (end - intervals[0][0])
+
+
 def cuda_ms(step: Callable[[], object], repeats: int = 15) -> float:
     """Median milliseconds of a CUDA graph of ``step``, which runs once before the capture. Waits for the device."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

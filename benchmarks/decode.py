@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import make_parser, needs_gpu, read_bandwidth, save
+from benchmarks.common import busy_share, device_intervals, make_parser, needs_gpu, read_bandwidth, save
 from cbatch.bench import environment, random_prompts
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
@@ -92,28 +92,22 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
         before = engine.stats()["steps"]
         steps_from_now(engine, num_steps)
         seen = engine.stats()["steps"] - before
-    kernels: list[tuple[int, int]] = []
     copies: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     num_kernels = 0
     for event in recorded.profiler.kineto_results.events():
         if str(event.device_type()).endswith("CUDA"):
-            kernels.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             if "memcpy" in event.name().lower() or "memset" in event.name().lower():
                 copies[event.name()] += 1
             else:
                 num_kernels += 1
         elif event.name().startswith(("cuda", "cu")):
             calls[event.name()] += 1
-    if not (kernels and seen):
+    intervals = device_intervals(recorded)
+    if not (intervals and seen):
         return {}
-    kernels.sort()
-    busy, end = 0, kernels[0][0]
-    for start, stop in kernels:
-        busy += max(0, stop - max(start, end))
-        end = max(end, stop)
     return {
-        "activity_cupti_pct": 100 * busy / (end - kernels[0][0]),
+        "activity_cupti_pct": 100 * busy_share(intervals),
         "kernels_per_step": num_kernels / seen,
         "copies_per_step": {name: count / seen for name, count in copies.items()},
         "calls_per_step": {name: round(count / seen, 2) for name, count in calls.most_common(12)},
