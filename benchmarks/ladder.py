@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -138,7 +139,14 @@ def opened(name: str, bench: Bench, batches: list[int], new_tokens: int) -> Iter
         made = InterleavedGenerator(model, num_streams=1 if name == "one-stream" else 2, compile=compile)
         yield lambda ids, count: made.generate(ids, None, count, do_sample=False)[:, ids.shape[1] :]
     elif name == "compile-dynamic":
-        model.forward = torch.compile(model.forward, dynamic=True)
+        plain, compiled = model.forward, torch.compile(model.forward, dynamic=True)
+
+        def forward(**inputs: Any) -> Any:
+            """The prompt and the first token, whose cache has another layout, would be compilations of their own."""
+            first = inputs["input_ids"].shape[1] > 1 or not inputs["past_key_values"].layers[0].keys.is_contiguous()
+            return plain(**inputs) if first else compiled(**inputs)
+
+        model.forward = functools.update_wrapper(forward, plain)
         try:
             yield transformers()
         finally:
@@ -221,7 +229,8 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
     """A rung over batches and numbers of tokens. Those that compile begin with the most tokens, and keep that cache."""
     compiles = name in ("compile-static", "compile-dynamic", "interleaved", "graphs", "one-stream")
     counts = sorted(args.new_tokens, reverse=compiles)
-    groups = [args.batches] if name == "engine" else [[batch] for batch in args.batches]
+    at_once = name in ("engine", "compile-dynamic")  # what serves all batches is made once
+    groups = [args.batches] if at_once else [[batch] for batch in args.batches]
     for group in groups:
         if time.monotonic() > bench.deadline:
             print(f"{name}: batches {group} left out, --seconds is over", flush=True)
@@ -230,6 +239,7 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
         begin = time.perf_counter()
         with opened(name, bench, group, max(counts)) as run:
             for batch in group:
+                clear(compiled=False)
                 for _ in range(2 if compiles else 1):  # torch.compile may want to see shapes twice
                     run(bench.prompts(batch), max(counts) if compiles else min(8, max(counts)))
                 bench.sync()

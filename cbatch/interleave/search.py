@@ -53,7 +53,7 @@ def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """``count`` tokens a row [rows, count], without replacement, each with the softmax of its score as its weight.
 
     The weights over exponential noise: the largest is a draw, the next largest a draw from the rest. The same as
-    ``torch.multinomial``, which waits for the device to check its input.
+    ``torch.multinomial``, which cannot be captured: it looks at its input first.
     """
     weights = scores.softmax(-1)
     race = weights / torch.empty_like(weights).exponential_(generator=generator)
