@@ -212,7 +212,7 @@ class InterleavedGenerator:
                     goes_on, *tokens = lanes.land(i - behind).tolist()  # the only wait for the device
                     num_tokens += 1
                     if streamer is not None:
-                        streamer.put(torch.tensor(tokens))
+                        streamer.put(torch.tensor(tokens, device="cpu"))
                     if not goes_on:
                         break
         finally:

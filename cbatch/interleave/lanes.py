@@ -77,7 +77,7 @@ class CudaLanes:
         for lane in self._lanes:
             lane.stream.wait_stream(caller)  # which filled the prompt in
         self._report = report
-        self._host = torch.full((num_steps, report.shape[1]), -1, dtype=torch.int64, pin_memory=True)
+        self._host = torch.full((num_steps, report.shape[1]), -1, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def launch(self, index: int, compute: Callable[[], None]) -> None:
         lane = self._lanes[index % self.depth]
