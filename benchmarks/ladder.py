@@ -81,16 +81,14 @@ class Bench:
     input_len: int
     deadline: float  # of time.monotonic
 
-    @functools.cached_property
-    def config(self) -> Any:
+    def __post_init__(self) -> None:
         from transformers import AutoConfig
 
         from cbatch.models.loader import shape_names
 
         folder = Path(__file__).parents[1] / "cbatch" / "configs"
-        return AutoConfig.from_pretrained(
-            folder / f"{self.shape}.json" if self.shape in shape_names() else self.shape
-        ).get_text_config()
+        file = folder / f"{self.shape}.json" if self.shape in shape_names() else self.shape
+        self.config = AutoConfig.from_pretrained(file).get_text_config()
 
     @functools.cached_property
     def stop(self) -> int:
