@@ -99,6 +99,8 @@ class EngineConfig:
             handed in, whose weights you may change (``Engine.reset_prefix_cache`` forgets what old weights have made).
         max_queue_size: most answers that may wait to start; one request more is refused with ``EngineOverloadedError``.
             None: any number.
+        swap_space: GiB of host memory for what was computed of preempted requests, which is copied there and back where
+            that takes less time than to compute it again; pinned on a GPU, 0: none.
         itl_target_ms: what a step may take while requests decode: the chunks of prompts in it are sized by what steps
             have taken so far, at least 32 tokens. None: they are as large as ``max_num_batched_tokens`` allows.
         scheduling_policy: who starts first: ``"fcfs"``, by arrival; ``"priority"``, those whose ``priority`` is the
@@ -131,6 +133,7 @@ class EngineConfig:
     scheduling_policy: Policy = "fcfs"
     max_queue_size: int | None = None
     itl_target_ms: float | None = None
+    swap_space: float = 0.0
     depth: int | None = None
     attention: Literal["auto", "torch", "triton"] = "auto"
     model_impl: Literal["auto", "transformers", "decoder"] = "auto"
@@ -168,6 +171,9 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
+        space = self.swap_space
+        if isinstance(space, bool) or not isinstance(space, (int, float)) or not 0 <= space <= 2**20:
+            raise ConfigError(f"swap_space is {space!r}, but must be a number of GiB, from 0 to {2**20}")
         target = self.itl_target_ms
         number = isinstance(target, (int, float)) and not isinstance(target, bool)
         if target is not None and not (number and 0 < target < 1e9):

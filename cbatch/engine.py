@@ -45,10 +45,12 @@ from cbatch.errors import (
     InvalidRequestError,
 )
 from cbatch.executor import Executor, suitable_backend
+from cbatch.host_pages import num_host_blocks
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
+from cbatch.precompile import precompile
 from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptLogprobs, PromptRows, prompt_rows
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
 from cbatch.sampler import LOGPROBS, PROCESSED, encode
@@ -109,6 +111,10 @@ class Engine:
         self._vocab_size = model.vocab_size
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
+        if model.device.type == "cuda":
+            precompile(model, config, groups)
+            self.startup_s["kernels"] = time.perf_counter() - begin
+            begin = time.perf_counter()
         self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.startup_s["memory"] = time.perf_counter() - begin
@@ -124,6 +130,7 @@ class Engine:
                 windows=tuple(group.spec.window for group in groups),
                 policy=config.scheduling_policy,
                 prefix_caching=bool(config.enable_prefix_caching),
+                num_host_blocks=num_host_blocks(config, model, groups),
             )
         except MemoryError as error:
             raise ConfigError(
@@ -145,6 +152,8 @@ class Engine:
         )
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.ms_per_block = self._executor.swap_ms_per_block
         if config.itl_target_ms is not None:
             self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
@@ -298,6 +307,8 @@ class Engine:
         sizes = step.plan.sizes
         if self.scheduler.pace is not None:
             self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.note(sizes.num_tokens - sizes.num_decodes, sizes.num_tokens, step_ms)
         num_samples = sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
@@ -579,7 +590,7 @@ class Engine:
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
         ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
         prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
-        hold a prefix.
+        hold a prefix. ``num_blocks_out`` went to the ``swap_space`` since the start, ``num_blocks_in`` came back.
         """
         scheduler = self.scheduler
         return {
@@ -589,6 +600,8 @@ class Engine:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting + sum(order == "add" for order, _ in list(self._inbox)),
             "num_preemptions": scheduler.num_preemptions,
+            "num_blocks_out": scheduler.swap.num_blocks_out if scheduler.swap else 0,
+            "num_blocks_in": scheduler.swap.num_blocks_in if scheduler.swap else 0,
             "num_wasted_rows": self._num_wasted,
             "num_output_tokens": self._num_output_tokens,
             "num_blocks": scheduler.blocks.num_usable,

@@ -13,6 +13,7 @@ from cbatch.buffers import IOBuffer, eager_bucket
 from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError, UnsupportedModelError
 from cbatch.graphs import Buckets, CaptureError, GraphSet
+from cbatch.host_pages import HostPages, num_host_blocks
 from cbatch.kernels.attention import AttentionBackend, make_backend
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
@@ -71,6 +72,11 @@ class Executor:
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=max_blocks_per_seq,
         )
+        self._host_pages: HostPages | None = None
+        self.swap_ms_per_block = 0.0
+        if num_blocks := num_host_blocks(config, model, groups):
+            self._host_pages = HostPages(self._runner.kv_cache, num_blocks)
+            self.swap_ms_per_block = self._host_pages.measure_ms()
         self._graphs: GraphSet | None = None
         self.lane: Lane
         if cuda:
@@ -95,6 +101,9 @@ class Executor:
         """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
         if admissions:
             self._runner.slot_state.apply(admissions)
+        if plan.swaps is not None:
+            assert self._host_pages is not None
+            self._host_pages.copy(plan.swaps)
         if io.num_spare_words:
             self._runner.take_spare(io.spare_words, plan.sizes)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)

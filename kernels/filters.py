@@ -37,53 +37,108 @@ def _logit(key, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
-    """What the logits from ``first`` up weigh, 2^((logit - top) scale) each, and those from ``second``, from ``third``.
+def _key(logit, DTYPE: tl.constexpr):
+    """The key of a logit that is not NaN."""
+    SIGN: tl.constexpr = 1 << (DTYPE.primitive_bitwidth - 1)
+    value = logit.to(DTYPE)
+    if DTYPE.primitive_bitwidth == 16:
+        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32)
+    else:
+        bits = value.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= SIGN, SIGN - (bits - SIGN), bits + SIGN)
 
-    Added up as whole numbers of 2^-40, so that the order is nothing: the compiler deals the lanes out in another one
-    when the logits are float32. A row of 2^22 tokens still fits.
+
+@triton.jit
+def _weight(logit, top, scale):
+    """2^((logit - top) scale), as a whole number of 2^-40: in which order these are added up is nothing to the sum.
+
+    The compiler deals the lanes out in another one when the logits are float32. A row of 2^22 tokens still fits.
     """
+    return (tl.where(logit > -float("inf"), tl.exp2((logit - top) * scale), 0.0) * 2.0**40).to(tl.int64)
+
+
+@triton.jit
+def _sum(lanes):
+    return tl.sum(lanes, 0).to(tl.float32) * 2.0**-40
+
+
+@triton.jit
+def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
+    """What the logits from ``first`` up weigh, and those from ``second``, from ``third``."""
     lane = tl.arange(0, TILE)
     from_first = tl.zeros((TILE,), tl.int64)
     from_second = tl.zeros((TILE,), tl.int64)
     from_third = tl.zeros((TILE,), tl.int64)
     for start in tl.range(0, num, TILE, loop_unroll_factor=4):  # four tiles of loads in flight
         logit = tl.load(logits + start + lane, mask=start + lane < num, other=-float("inf")).to(tl.float32)
-        weight = (tl.where(logit > -float("inf"), tl.exp2((logit - top) * scale), 0.0) * 2.0**40).to(tl.int64)
+        weight = _weight(logit, top, scale)
         from_first = tl.where(logit >= first, from_first + weight, from_first)
         from_second = tl.where(logit >= second, from_second + weight, from_second)
         from_third = tl.where(logit >= third, from_third + weight, from_third)
-    return _weight(from_first), _weight(from_second), _weight(from_third)
+    return _sum(from_first), _sum(from_second), _sum(from_third)
 
 
 @triton.jit
-def _weight(lanes):
-    return tl.sum(lanes, 0).to(tl.float32) * 2.0**-40
+def _common(low, high):
+    """What two keys have in common, and how many bits below that are at zero: an even number."""
+    shift = tl.full((), 0, tl.uint32)
+    key = low
+    differ = low ^ high
+    while differ > 0:
+        key -= key & (tl.full((), 3, tl.uint32) << shift)
+        differ = differ >> 2
+        shift += 2
+    return key, shift
 
 
 @triton.jit
-def _search(logits, num, top, scale, target, DTYPE: tl.constexpr, TILE: tl.constexpr):
-    """The largest key from which up the logits weigh ``target``, and what those above it weigh. Two bits a pass.
+def _next(key, above, step, from_one, from_two, from_three, target):
+    """The key with its next two bits, by what weighs from 1, 2 and 3 steps on; and what weighs above all it covers."""
+    if from_three >= target:
+        key += 3 * step
+    elif from_two >= target:
+        key += 2 * step
+        above = from_three
+    elif from_one >= target:
+        key += step
+        above = from_two
+    else:
+        above = from_one
+    return key, above
 
-    At scale 0 each logit weighs 1. Where all of them weigh less: no key of a logit above -inf.
-    """
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    key = tl.full((), 0, tl.uint32)
+
+# Both searches: the largest key from which up the logits weigh ``target``, and what those above it weigh; two bits a
+# pass. It lies between ``low``, from which up they weigh target if that is not 0, and ``high``, above which there is
+# none. At scale 0 each logit weighs 1. Where all of them weigh less: no key of a logit above -inf.
+
+
+@triton.jit
+def _search(logits, num, top, scale, target, low, high, DTYPE: tl.constexpr, TILE: tl.constexpr):
+    key, shift = _common(low, high)
     above = 0.0
-    for digit in range(BITS // 2):
-        step = tl.full((), 1, tl.uint32) << (BITS - 2 - 2 * digit)
+    while shift > 0:
+        shift -= 2
+        step = tl.full((), 1, tl.uint32) << shift
         one, two, three = _logit(key + step, DTYPE), _logit(key + 2 * step, DTYPE), _logit(key + 3 * step, DTYPE)
         from_one, from_two, from_three = _weigh(logits, num, top, scale, one, two, three, TILE)
-        if from_three >= target:
-            key += 3 * step
-        elif from_two >= target:
-            key += 2 * step
-            above = from_three
-        elif from_one >= target:
-            key += step
-            above = from_two
-        else:
-            above = from_one
+        key, above = _next(key, above, step, from_one, from_two, from_three, target)
+    return key, above
+
+
+@triton.jit
+def _search_tile(logit, top, scale, target, low, high, last, DTYPE: tl.constexpr):
+    """Of one tile, which stays in registers. The key's last bits, ``last`` of them, are left at zero."""
+    weight = _weight(logit, top, scale)
+    key, shift = _common(low, high)
+    above = 0.0
+    while shift > last:
+        shift -= 2
+        step = tl.full((), 1, tl.uint32) << shift
+        one, two, three = _logit(key + step, DTYPE), _logit(key + 2 * step, DTYPE), _logit(key + 3 * step, DTYPE)
+        from_one = _sum(tl.where(logit >= one, weight, 0))
+        from_two = _sum(tl.where(logit >= two, weight, 0))
+        from_three = _sum(tl.where(logit >= three, weight, 0))
+        key, above = _next(key, above, step, from_one, from_two, from_three, target)
     return key, above
 
 
@@ -140,9 +195,10 @@ def _threshold_kernel(
                 first_top, first_scale = top, scale
                 target = top_p * _weigh(row, num_columns, top, scale, -none, none, none, TILE)[0]
 
-            tl.store(candidates + lane, best.to(DTYPE))
-            tl.debug_barrier()  # a thread reads what others have written
-            bound, _ = _search(candidates, TILE, first_top, first_scale, target, DTYPE, TILE)
+            lowest, highest = tl.full((), 0, tl.uint32), _key(top, DTYPE)
+            # Half of the bits of float32 do for a bound, which only has to leave few.
+            half = tl.full((), DTYPE.primitive_bitwidth - 16, tl.uint32)
+            bound, _ = _search_tile(best, first_top, first_scale, target, lowest, highest, half, DTYPE)
             # A lane of -inf alone has nothing to find: where few tokens are allowed, most are such.
             kept = (best >= _logit(tl.maximum(bound, LOWEST), DTYPE)) & (best > -none)
             place = tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -152,16 +208,26 @@ def _threshold_kernel(
                 logit = tl.load(row + columns, mask=kept & (columns < num_columns), other=-float("inf"))
                 tl.store(candidates + tile * num_kept + place, logit, mask=kept)
             tl.store(candidates + num_tiles * num_kept + lane, tl.full((TILE,), -float("inf"), DTYPE))
-            tl.debug_barrier()
+            tl.debug_barrier()  # a thread reads what others have written
 
             num = tl.cdiv(num_tiles * num_kept, TILE) * TILE
-            key, above = _search(candidates, num, first_top, first_scale, target, DTYPE, TILE)
+            few = num <= TILE
+            logit = tl.load(candidates + lane).to(tl.float32)
+            key, above = bound, 0.0
+            if few:
+                key, above = _search_tile(logit, first_top, first_scale, target, bound, highest, lowest, DTYPE)
+            else:
+                key, above = _search(candidates, num, first_top, first_scale, target, bound, highest, DTYPE, TILE)
             floor = tl.maximum(floor, key)
             if in_k & (top_p < 1):
                 total = _weigh(candidates, num, top, scale, _logit(floor + 1, DTYPE), none, none, TILE)[0]
                 tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # each of those that equal the k-th largest
-                total += (k - above) * tied
-                floor = tl.maximum(floor, _search(candidates, num, top, scale, top_p * total, DTYPE, TILE)[0])
+                target = top_p * (total + (k - above) * tied)
+                if few:
+                    key, _ = _search_tile(logit, top, scale, target, floor, highest, lowest, DTYPE)
+                else:
+                    key, _ = _search(candidates, num, top, scale, target, floor, highest, DTYPE, TILE)
+                floor = tl.maximum(floor, key)
     if PDL:
         gdc_launch_dependents()
     tl.store(thresholds + program, tl.maximum(_logit(floor, DTYPE), near))

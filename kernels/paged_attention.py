@@ -31,23 +31,17 @@ FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where
 # How decode is split. A row and KV head is one program or several. Programs share the memory's bandwidth, and 2 of them
 # on each of the H200's 132 multiprocessors, with 64 KiB of K and V each in flight, ask for more than it gives. So what
 # counts is that the last ones end together, and that nothing is split that need not be: a split ends with about 2 us of
-# latency (store, fence, atomic, the last one's second look). Microseconds a layer on an H200, 32 heads on 8 of 128,
-# bfloat16, by EXTRA_PROGRAMS:
-#   rows x context                          1      2      4   2, with 2 stages
-#   32 x 224                             12.4   15.1   14.8   14.0
-#   32 x 1,024                           37.5   41.3   47.6   44.4
-#   32 x 4,192                          133.0  157.5  139.9  133.8
-#   32 x 8,100                          248.5  303.4  255.7  248.4
-#   32 of many lengths (log-normal)      33.4   26.3   28.1   27.1
-#   1 x 1,024                             8.1    8.5    8.3    8.4
-#   256 x 1,024                           257    258    257    261
-#   1 x 60,000 and 31 x 1,000             130    118    101    114
-# That was before two changes which it led to. Rows were split by rounding up: at 2, the 66 tiles of 4,192 by 64 a split
-# (and 127 by 124 of 8,100) made 512 programs where 396 are resident, a wave and a third. To the nearest, rows of one
-# length stay whole. And each program of each layer worked out its own split from all rows' lengths: 2 us, and 1.5 to
-# 2.7 us for extras that had none. Now a plan made once a step says so: 13.0, 39.3 and 134.7, but 285 at 8,100, where a
-# pool of six layers instead of four or the extras may be to blame (``python -m benchmarks.attention_sweep``).
-EXTRA_PROGRAMS = 2  # a multiprocessor: how many splits beyond the rows' first ones there may be
+# latency (store, fence, atomic, the last one's second look).
+#
+# A grid that is larger than what is resident at once is placed three programs to a multiprocessor from the first on,
+# and not one here and one there: then the 256 programs of 32 rows leave a third of the multiprocessors empty. So rows
+# that fit in one wave get a grid of one wave, used or not. Microseconds a layer on an H200, 32 rows, 32 heads on 8 of
+# 128, bfloat16, by programs in the grid (396 are resident; up to 256 of them have work, but in the last line):
+#   context                      384    392    400    520
+#   224                         11.3   11.7   13.4   13.6
+#   4,192                        129    129    152    152
+#   8,100                        244    244    290    290
+BUSY_PROGRAMS = 2  # a multiprocessor, which take all the bandwidth
 MAX_SPLITS = 64  # of a row
 MIN_SPLIT_LEN = 128  # tokens a split should have, where the rows leave multiprocessors idle
 FULL_SPLIT_LEN = 512  # where they do not: a program alone reads that in 6 us
@@ -57,6 +51,7 @@ ITEM = tl.constexpr(8)  # int32 numbers of the plan a split: one sector of 32 by
 # are in flight, or 16 KiB and three, in 72 or 54 KiB: three or four programs on a multiprocessor. 64 keys are a page.
 DECODE = {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3)}
 DECODE_FLOAT32 = {64: (32, 4, 3), 128: (32, 4, 3), 256: (16, 4, 3)}  # fewer keys, to compile fast
+RESIDENT_PROGRAMS = {64: 4, 128: 3, 256: 3}  # a multiprocessor
 
 # Prefill: (BLOCK_M, BLOCK_N, num_warps, num_stages) by the larger padded head size. Three stages keep two tiles in
 # flight; with two, each tile waits for its own load. At 64, two programs share a multiprocessor (244 registers, 4
@@ -255,7 +250,7 @@ def _decode_rows(
     return decodes, tokens, keys, starts, (keys - starts + BLOCK_N - 1) // BLOCK_N
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_extras", "min_split_tiles", "window"])
+@triton.jit(do_not_specialize=["num_rows", "num_extras", "num_places", "num_busy", "min_split_tiles", "window"])
 def _plan_decode_kernel(
     plan,  # [num_rows + num_extras, ITEM] int32
     row_slots,
@@ -263,6 +258,8 @@ def _plan_decode_kernel(
     context_lens,
     num_rows,
     num_extras,
+    num_places,  # items that are resident at once
+    num_busy,  # items that take all the bandwidth
     min_split_tiles,
     window,
     BLOCK_N: tl.constexpr,
@@ -278,19 +275,39 @@ def _plan_decode_kernel(
     splits, and the item of its split 1, which those of the others follow. The row is -1 where there is nothing to do:
     the row does not decode, or the extra is not used.
 
-    A split has min_split_tiles, or more: so many that the extras suffice, whatever the mix. All splits of a row have
-    one length but the last.
+    The longest row is cut into 1, 2, ... MAX_SPLITS, the others into splits as long as its; what should end first is
+    taken, of all that the extras suffice for. Time is counted in tiles that the bandwidth is shared for: all of them,
+    and what is lost while the last wave has too few programs to use it, but no less than a split takes alone; and one
+    for each extra. All splits of a row have one length but the last.
     """
     if PDL:
         gdc_wait()
     all_tiles = 0
+    longest = 1
+    num_decodes = 0
     for base in range(0, num_rows, ROWS):
-        _, _, _, _, tiles = _decode_rows(base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW)
+        decodes, _, _, _, tiles = _decode_rows(
+            base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
+        )
         all_tiles += tl.sum(tiles)
+        longest = tl.maximum(longest, tl.max(tiles))
+        num_decodes += tl.sum(decodes.to(tl.int32))
     if PDL:
         gdc_launch_dependents()
-    # A row of n tiles has max(round(n / split_tiles), 1) - 1 <= n / split_tiles extras at most: num_extras in all.
-    split_tiles = tl.maximum(min_split_tiles, tl.cdiv(all_tiles, tl.maximum(num_extras, 1)))
+    lengths = tl.maximum(tl.cdiv(longest, tl.arange(0, MAX_SPLITS) + 1), min_split_tiles)  # of a split, in tiles
+    items = tl.zeros_like(lengths)
+    for base in range(0, num_rows, ROWS):
+        decodes, _, _, _, tiles = _decode_rows(
+            base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
+        )
+        splits = tl.maximum((tiles[None, :] + lengths[:, None] - 1) // lengths[:, None], 1)
+        items += tl.sum(tl.where(decodes[None, :], tl.minimum(splits, MAX_SPLITS), 0), 1)
+    beyond = items - num_decodes
+    last_wave = (items - 1) % num_places + 1
+    cost = all_tiles + lengths * tl.maximum(num_busy - last_wave, 0)
+    cost = tl.maximum(cost, lengths * num_busy) + beyond
+    cost = tl.where(beyond <= num_extras, cost, 2147483647)
+    split_tiles = tl.max(tl.where(cost == tl.min(cost), lengths, 0))
     used = 0
     for base in range(0, num_rows, ROWS):
         rows = base + tl.arange(0, ROWS)
@@ -299,7 +316,7 @@ def _plan_decode_kernel(
         decodes, tokens, keys, starts, tiles = _decode_rows(
             base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
         )
-        splits = tl.minimum((tiles + split_tiles // 2) // split_tiles, MAX_SPLITS)
+        splits = tl.minimum((tiles + split_tiles - 1) // split_tiles, MAX_SPLITS)
         splits = tl.maximum(splits, 1)
         row_tiles = tl.maximum((tiles + splits - 1) // splits, 1)  # evened out: 5 tiles by 4 are 3, 2
         splits = tl.maximum((tiles + row_tiles - 1) // row_tiles, 1)
@@ -373,7 +390,7 @@ def _add_up(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,
     k_cache,
@@ -528,7 +545,7 @@ def _num_query_tiles(
     return tl.where(ends - starts > 1, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -702,7 +719,7 @@ def write_kv(
     )
 
 
-_PlanKey = tuple[int, int, int]  # window, BLOCK_N, KV heads
+_PlanKey = tuple[int, int, int, int]  # window, BLOCK_N, KV heads, resident programs
 
 
 class TritonAttention:
@@ -797,8 +814,9 @@ class TritonAttention:
         group_padded = triton.next_power_of_2(group_size)
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
         tiles = DECODE_FLOAT32 if q.element_size() == 4 else DECODE
-        block_n, num_warps, num_stages = tiles[max(64, k_padded, v_padded)]
-        plan = self._plan(window, block_n, num_kv_heads, mixed)
+        size = max(64, k_padded, v_padded)
+        block_n, num_warps, num_stages = tiles[size]
+        plan = self._plan(window, block_n, num_kv_heads, RESIDENT_PROGRAMS[size], mixed)
         num_items = plan.shape[0]
         num_lines = num_items * num_heads
         partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
@@ -841,20 +859,21 @@ class TritonAttention:
             **FMA,
         )
 
-    def _plan(self, window: int, block_n: int, num_kv_heads: int, mixed: bool) -> Tensor:
+    def _plan(self, window: int, block_n: int, num_kv_heads: int, num_resident: int, mixed: bool) -> Tensor:
         """The step's decode plan, [num_items, ITEM] int32: made for the first layer of its kind, for all of them."""
-        key = (window, block_n, num_kv_heads)
+        key = (window, block_n, num_kv_heads, num_resident)
         if key in self._plans:
             return self._plans[key]
         batch, num_rows = self._batch, self._batch.context_lens.shape[0]
         context_len = min(batch.max_context_len, window + block_n - 1) if window else batch.max_context_len
         busy = num_rows * num_kv_heads >= self._num_multiprocessors // 2
         min_split_tiles = (FULL_SPLIT_LEN if busy else MIN_SPLIT_LEN) // block_n
+        num_places = max(num_resident * self._num_multiprocessors // num_kv_heads, 1)
         num_extras = 0
         if (max_splits := triton.cdiv(triton.cdiv(context_len, block_n), min_split_tiles)) > 1:
-            # Half as many as there are rows lets the long ones of very many be split too.
-            num_extras = max(triton.cdiv(EXTRA_PROGRAMS * self._num_multiprocessors, num_kv_heads), num_rows // 2)
-            num_extras = min(num_extras, num_rows * max_splits)
+            # One wave; or else enough to split the rows of a little more than one, and the long ones of very many.
+            num_extras = num_places - num_rows if num_rows <= num_places else max(2 * num_places, num_rows // 2)
+            num_extras = min(num_extras, num_rows * (max_splits - 1))
         num_items = num_rows + num_extras
         scratch = self._grown(self._plan_scratch.setdefault(key, []), num_items * ITEM.value, torch.int32)
         plan = scratch[: num_items * ITEM.value].view(num_items, ITEM.value)
@@ -865,6 +884,8 @@ class TritonAttention:
             batch.context_lens,
             num_rows,
             num_extras,
+            num_places,
+            max(BUSY_PROGRAMS * self._num_multiprocessors // num_kv_heads, 1),
             min_split_tiles,
             window,
             BLOCK_N=block_n,

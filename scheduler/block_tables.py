@@ -116,6 +116,36 @@ class BlockTables:
             self._copies[slot] = source, self.tables[:, slot, count].copy()
         return True
 
+    def saved(self, slot: int, num_tokens: int) -> Ints | None:
+        """The blocks ``[groups, columns]`` behind whose first ``num_tokens`` tokens computing can go on; or the dummy.
+
+        None if the windows have moved on so far that something is missing.
+        """
+        firsts = [self._first_column(window, num_tokens) for window, _ in self.windows]
+        if any(first < held for first, held in zip(firsts, self.first_columns[:, slot].tolist(), strict=True)):
+            return None
+        blocks = self.tables[:, slot, : -(-num_tokens // self._size)].copy()
+        for i, (_, groups) in enumerate(self.windows):
+            blocks[groups, : firsts[i]] = DUMMY_BLOCK
+        return blocks
+
+    def restore(self, slot: int, wanted: NDArray[np.bool_], num_tokens: int) -> Ints:
+        """Take blocks for columns of a slot behind those that it has, where ``wanted`` ``[groups, columns]`` says so.
+
+        The others keep the dummy: they are out of the window of position ``num_tokens``. Returns the blocks.
+        """
+        begin = int(self.num_columns[slot])
+        end = begin + wanted.shape[1]
+        blocks = self._blocks.take(int(wanted.sum()))
+        self.tables[:, slot, begin:end][wanted] = blocks
+        self.num_columns[slot] = end
+        for i, (window, _) in enumerate(self.windows):
+            self.first_columns[i, slot] = self._first_column(window, num_tokens)
+        if self.windows:
+            self._set_drop_at(slot)
+        self._note(self._slot_base[slot] + np.arange(begin, end))
+        return blocks
+
     def extend(self, slot: int, count: int) -> None:
         """Take blocks for ``count`` more columns of one slot."""
         begin = int(self.num_columns[slot])

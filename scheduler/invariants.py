@@ -67,6 +67,8 @@ def _check_queue(scheduler: Scheduler) -> None:
     waiting = [sequence for sequence in entries if sequence.status is Status.WAITING]
     assert len(waiting) == scheduler.num_waiting, "the queue is miscounted"
     assert 2 * (len(entries) - len(waiting)) <= len(entries) + 64, "the queue is full of tombstones"
+    if scheduler.swap is not None:
+        scheduler.swap.check(waiting)
     assert all(s.slot == -1 and s.epoch == 0 and s.pending is None for s in waiting)
 
 

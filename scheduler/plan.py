@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.scheduler.sequence import Sequence
+from cbatch.scheduler.swap import Swaps
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class StepPlan:
     sequences: NDArray[np.object_]  # [num_samples] of Sequence
     admitted: list[Sequence]  # sequences that took a slot in this step
     chunks: list[tuple[Sequence, int]]  # known tokens of whom, and how many; in row order, behind the decode rows
+    swaps: Swaps | None = None  # what is copied from and to the host before it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

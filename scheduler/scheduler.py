@@ -21,6 +21,7 @@ from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
 from cbatch.scheduler.prefix_cache import Node, PrefixCache
 from cbatch.scheduler.sequence import MAX_PRIORITY, Sequence, Status
 from cbatch.scheduler.slots import FREE, NEVER, SlotTables
+from cbatch.scheduler.swap import SwapSpace
 from cbatch.scheduler.waiting import WaitingQueue
 
 Policy = Literal["fcfs", "priority", "longest_prefix"]
@@ -63,10 +64,12 @@ class Scheduler:
         policy: Policy = "fcfs",
         prefix_caching: bool = False,
         max_prompt_logits: int = 512,
+        num_host_blocks: int = 0,
     ) -> None:
         """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
 
         ``()`` is 0 for each. ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
+        Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -84,6 +87,7 @@ class Scheduler:
         self.tables = SlotTables(max_num_seqs, max_model_len, block_size)
         self.block_tables = BlockTables(self.blocks, max_num_seqs, self.tables.max_blocks_per_seq, windows)
         self.prefix_cache = PrefixCache(self.blocks, windows) if prefix_caching else None
+        self.swap = SwapSpace(num_host_blocks) if num_host_blocks else None
         self.block_size = block_size
         self.num_groups = num_groups
         self.windows = windows
@@ -203,6 +207,8 @@ class Scheduler:
         was_waiting = sequence.status is Status.WAITING
         if was_waiting:
             sequence.token_ids = sequence.token_ids[:0].copy()  # it may stay in the queue for long
+            if self.swap is not None:
+                self.swap.drop(sequence)
         elif sequence.slot >= 0:
             self._release_slot(sequence)
         else:
@@ -273,12 +279,30 @@ class Scheduler:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
         t, slot = self.tables, sequence.slot
         sequence.token_ids = t.tokens[slot, : t.num_landed[slot]].copy()
+        self._save(sequence)
         self._release_slot(sequence)
         sequence.status, sequence.epoch = Status.WAITING, 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
         self._preempted.add(sequence)
+
+    def _save(self, sequence: Sequence) -> None:
+        """Keep what is computed of a sequence in host memory, where there is room, and computing would take longer.
+
+        Not what was computed of tokens in flight, which are void; and its last known token is computed again in any
+        case, for its logits. The step that last writes the blocks has been planned, so the copies come behind it; a
+        fork's own copy has not, if it was in no step.
+        """
+        slot = sequence.slot
+        num_tokens = min(int(self.tables.num_computed[slot]), len(sequence.token_ids) - 1)
+        if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._forked:
+            return
+        blocks = self.block_tables.saved(slot, num_tokens)
+        if blocks is not None:
+            count = int(np.count_nonzero(blocks))
+            if count <= self.swap.num_free and self.swap.is_cheaper(2 * count, num_tokens):
+                self.swap.save(sequence, blocks, num_tokens)
 
     def _preempt_last(self, after: int = FREE) -> bool:
         """Preempt the running sequence of the last rank, if that is behind ``after``; False if there is none."""
@@ -390,11 +414,13 @@ class Scheduler:
                 if num_kept == LOOK_AHEAD:
                     break
                 continue
-            if self.prefix_cache is not None and prefix is not None:
+            if self.prefix_cache is not None and prefix is not None and sequence.swapped is None:
                 prefix = self.prefix_cache.resumable(prefix)
-                num_columns += prefix.depth
-                if admitted and num_columns > self.max_shared_columns:
-                    break
+            if self.swap is not None and sequence.swapped is not None:
+                prefix = self._prefix_beside(sequence, prefix)
+            num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
+            if admitted and num_columns > self.max_shared_columns:
+                break
             spare = self._spare(sequence) + kept_blocks
             if not self._has_room(sequence, prefix, num_kept, reserved + spare):
                 if self.policy != "priority" or not self._displace(sequence, prefix, num_kept, kept_blocks):
@@ -412,15 +438,18 @@ class Scheduler:
         return budget
 
     def _start(self, sequence: Sequence, prefix: Node | None) -> None:
-        """Give a slot to a waiting sequence, behind a cached prefix."""
-        num_cached = 0
+        """Give a slot to a waiting sequence, behind a cached prefix and what it has in host memory."""
+        slot, num_ready = self._free_slots[-1], self._num_ready(sequence, prefix)
         if self.prefix_cache is not None and prefix is not None:
-            self.block_tables.start(self._free_slots[-1], [node.blocks for node in self.prefix_cache.path(prefix)])
-            num_cached = prefix.depth * self.block_size
-        self._take_slot(sequence, prefix, num_cached)
+            self.block_tables.start(slot, [node.blocks for node in self.prefix_cache.path(prefix)])
+        if self.swap is not None and sequence.swapped is not None:
+            columns = int(self.block_tables.num_columns[slot])
+            blocks = self.block_tables.restore(slot, sequence.swapped[:, columns:] >= 0, num_ready)
+            self.swap.load(sequence, columns, blocks)
+        self._take_slot(sequence, prefix, num_ready)
         if not sequence.num_preemptions:
             self.num_asked_tokens += len(sequence.token_ids)
-            self.num_hit_tokens += num_cached
+            self.num_hit_tokens += num_ready
 
     def _candidates(self, before: Sequence | None) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they may start. Who was started must be gone from the queue."""
@@ -463,15 +492,43 @@ class Scheduler:
     def _is_coming(self, sequence: Sequence, prefix: Node) -> bool:
         """Whether the block behind the prefix is being computed by a prefill that goes before the sequence."""
         assert self.prefix_cache is not None
-        if sequence.skip_reading_prefix_cache:
+        if sequence.skip_reading_prefix_cache or sequence.swapped is not None:
             return False
         return self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank)
+
+    def _prefix_beside(self, sequence: Sequence, prefix: Node | None) -> Node | None:
+        """The cached prefix that a sequence starts with which has more in host memory.
+
+        Where the cache holds so much still that computing the rest is cheaper, it has nothing there any more. With
+        windows it takes all from there, since a prefix that is cached may lack their blocks.
+        """
+        assert self.swap is not None and sequence.swapped is not None
+        if self.prefix_cache is None or prefix is None:
+            return prefix
+        resumable = self.prefix_cache.resumable(prefix)
+        columns = sequence.swapped[:, 0 if self.block_tables.windows else prefix.depth :]
+        if not self.swap.is_cheaper(
+            int((columns >= 0).sum()), sequence.swapped_len - resumable.depth * self.block_size
+        ):
+            self.swap.drop(sequence)
+            return resumable
+        if self.block_tables.windows:
+            return self.prefix_cache.root
+        while prefix.depth * self.block_size > sequence.swapped_len and prefix.parent is not None:
+            prefix = prefix.parent
+        return prefix
+
+    def _num_ready(self, sequence: Sequence, prefix: Node | None) -> int:
+        """Tokens of a waiting sequence that need not be computed: in a cached prefix, or in host memory."""
+        if sequence.swapped is not None:
+            return sequence.swapped_len
+        return prefix.depth * self.block_size if prefix is not None else 0
 
     def _wanted(self, sequence: Sequence, prefix: Node | None) -> int:
         """Most blocks that a waiting sequence holds until all its known tokens are computed."""
         num_tokens = len(sequence.token_ids)
-        num_cached = prefix.depth * self.block_size if prefix is not None else 0
-        return self.block_tables.blocks_for(num_tokens, min(num_tokens - num_cached, self.max_num_batched_tokens))
+        chunk = min(num_tokens - self._num_ready(sequence, prefix), self.max_num_batched_tokens)
+        return self.block_tables.blocks_for(num_tokens, chunk)
 
     def _outstanding(self, sequence: Sequence) -> int:
         """Blocks that the rest of a running prefill will take."""
@@ -676,6 +733,7 @@ class Scheduler:
             sequences=t.sequences[slots],
             admitted=admitted,
             chunks=chunks,
+            swaps=self.swap.take_plan() if self.swap is not None else None,
         )
         self._settle(slots[:num_decodes], chunks)
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]

@@ -59,6 +59,8 @@ class Sequence:
         "slot",
         "status",
         "stop_token_ids",
+        "swapped",
+        "swapped_len",
         "token_ids",
         "wants_prompt_logits",
     )
@@ -100,4 +102,7 @@ class Sequence:
         self.num_cached_tokens = 0
         # Running: the prefix that ends with its last published block. Waiting: the longest one that it matched so far.
         self.node: Node | None = None
+        # Waiting: host blocks [groups, columns] with its first tokens, or -1; None: it has none.
+        self.swapped: NDArray[np.int32] | None = None
+        self.swapped_len = 0
         self.pending: Key | None = None  # the block that others wait for it to compute

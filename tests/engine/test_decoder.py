@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,3 +65,27 @@ def test_taking_the_weights_holds_them_once() -> None:
     assert torch.cuda.memory_allocated() - before < layer / 2
     assert torch.cuda.max_memory_allocated() - before < 2 * layer
     assert decoder.num_weight_bytes > 5 * layer
+
+
+def test_no_large_kernel_is_compiled_after_all_were_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the list at the start of an engine lacks is compiled in a row, and a cold start takes twice as long."""
+    import triton
+
+    from cbatch import engine as engine_module
+
+    compiled: list[str] = []
+
+    def note(src: Any, **_: Any) -> None:
+        compiled.append(src.name)
+
+    def precompile(*args: Any) -> None:
+        real(*args)
+        compiled.clear()
+
+    real = engine_module.precompile
+    monkeypatch.setattr(engine_module, "precompile", precompile)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", note)
+    model = make_tiny("llama", device="cuda").to(torch.bfloat16)
+    with Engine.from_model(model, max_num_seqs=129, block_size=16, num_blocks=400, model_impl="decoder") as engine:
+        assert engine.submit([1, 2, 3], greedy(4)).result(120).outputs[0].token_ids
+    assert not {"_skinny_gemm_kernel", "_threshold_kernel", "_decode_kernel", "_prefill_kernel"} & set(compiled)

@@ -16,6 +16,7 @@ from cbatch.llm import LLM
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.sequence import Sequence, Status
+from cbatch.scheduler.swap import SwapSpace
 from tests.counting import CountingModel, counted
 from tests.engine.test_families import by_generate
 from tests.models.families import VOCAB_SIZE, WINDOW, make_tiny
@@ -129,6 +130,61 @@ def test_tokens_equal_solo_though_each_is_preempted_three_times(options: dict[st
         assert [tokens(handle) for handle in handles] == alone()
         assert [handle.metrics.num_preemptions for handle in handles] == [3] * len(handles)
         at_rest(engine)
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute", "measured"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "sync"}, {"depth": 4}, {"enable_prefix_caching": False}])
+def test_tokens_equal_solo_by_swapping_and_by_computing_again(
+    device: str, options: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted with tokens in flight and amid its prompt; what comes back is what went out, in other blocks."""
+    if way != "measured":
+        monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: way == "swap")
+    with start(device=device, swap_space=0.01, **options) as engine:
+        preempt_often(engine)
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone(device=device)
+        assert [handle.metrics.num_preemptions for handle in handles] == [3] * len(handles)
+        stats, swap = engine.stats(), engine.scheduler.swap
+        assert swap is not None and swap.ms_per_block > 0 and swap.ms_per_token is not None
+        if way != "measured":
+            assert (stats["num_blocks_out"] > 10) == (stats["num_blocks_in"] > 10) == (way == "swap")
+        at_rest(engine)
+        assert swap.num_free == swap.num_blocks
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_windows_equal_solo_when_they_are_swapped(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: True)
+    with start(family, swap_space=0.01) as engine:
+        preempt_often(engine)
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone(family)
+        assert engine.stats()["num_blocks_in"] > 20
+        at_rest(engine)
+
+
+def test_penalties_and_seeds_survive_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a slot keeps of its request is rebuilt from all of its tokens, wherever its keys and values come from."""
+    monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: True)
+    picky = SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=12)
+    answers = []
+    for options in ({"schedule": "sync"}, {"swap_space": 0.01}):
+        with start(**options) as engine:
+            if "swap_space" in options:
+                preempt_often(engine)
+            handles = [engine.submit(prompt, picky) for prompt in prompts()]
+            answers.append([tokens(handle) for handle in handles])
+            at_rest(engine)
+    assert answers[0] == answers[1]
+
+
+def test_swap_space_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"swap_space is 1e-09 GiB, but a block takes .* MiB"):
+        start(swap_space=1e-9)
+    for wrong in (-1, True, "4"):
+        with pytest.raises(ConfigError, match=f"swap_space is {wrong!r}"):
+            start(swap_space=wrong)
 
 
 @pytest.mark.parametrize("num_blocks", [15, 25])

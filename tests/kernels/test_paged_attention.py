@@ -43,7 +43,7 @@ def short_splits(monkeypatch):
 
     monkeypatch.setattr(paged_attention, "MIN_SPLIT_LEN", 64)
     monkeypatch.setattr(paged_attention, "FULL_SPLIT_LEN", 64)
-    monkeypatch.setattr(paged_attention, "EXTRA_PROGRAMS", 1000)
+    monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1000))
 
 
 def plan_of(backend, rows, window=0) -> list[list[int]]:
@@ -63,7 +63,7 @@ def plan_of(backend, rows, window=0) -> list[list[int]]:
             max_context_len=131072,  # what a captured step is told
         )
     )
-    return backend._plan(window, 64, 8, set(lens) != {1}).tolist()
+    return backend._plan(window, 64, 8, 3, set(lens) != {1}).tolist()
 
 
 def assert_covers(plan, rows, window=0) -> int:
@@ -204,7 +204,7 @@ def test_contexts_of_many_lengths_share_the_splits(
     """With few extra programs only the longest rows are split, and never into more than there are programs for."""
     from cbatch.kernels import paged_attention
 
-    monkeypatch.setattr(paged_attention, "EXTRA_PROGRAMS", 1)
+    monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1))
     backend = backend_on(device)
     backend._num_multiprocessors = num_multiprocessors
     contexts = range(1, 131, 1 if device == "cuda" else 10)
@@ -225,11 +225,21 @@ def test_more_rows_than_a_program_looks_at_in_one_go(paged_step, assert_near, ba
 @devices
 @pytest.mark.parametrize("context_len", [1, 224, 1024, 4192, 8100, 131072])
 def test_rows_of_one_length_are_not_split(backend_on, device, context_len):
-    """Two halves of 32 rows were 512 programs, and 396 are resident: a wave and a third took 20% longer."""
+    """Two halves of 32 rows were 512 programs, and 396 are resident: a wave and a third took 20% longer.
+
+    So did a grid of 50 items, 400 programs, though all but 256 of them had nothing to do.
+    """
     rows = [(1, context_len)] * 32
     plan = plan_of(backend_on(device), rows)
-    assert len(plan) == 32 + 33
+    assert len(plan) == 49
     assert assert_covers(plan, rows) == 0
+
+
+@devices
+def test_rows_of_little_more_than_a_wave_are_split(backend_on, device):
+    """64 rows make 512 programs: the last 116 of them would run alone. As 1,024 halves, all waves are full."""
+    rows = [(1, 1024)] * 64
+    assert assert_covers(plan_of(backend_on(device), rows), rows) == 64
 
 
 @devices
@@ -248,8 +258,8 @@ def test_a_plan_covers_any_mix_of_rows(backend_on, device, window):
         for rows in ([(1, n) for n in contexts], [(1 if n % 3 else n % 5, n) for n in contexts] + [(9, 70000)]):
             assert_covers(plan_of(backend, rows, window), rows, window)
     rows = [(1, 100000), *[(1, 1000)] * 30, (1, 0)]
-    # 2,043 tiles on 33 extras: 62 a split, 25 splits of the long row and none of the others.
-    assert assert_covers(plan_of(backend, rows, window), rows, window) == (0 if window else 24)
+    # One wave has room for 17 more items, which all go to the long row.
+    assert assert_covers(plan_of(backend, rows, window), rows, window) == (0 if window else 17)
     rows = [(1, 1)] * 32
     assert assert_covers(plan_of(backend, rows, window), rows, window) == 0
 

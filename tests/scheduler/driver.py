@@ -79,6 +79,8 @@ class Driver:
         rows = s.tables.max_num_seqs + 1
         self.tables = np.zeros((s.num_groups, rows, s.tables.max_blocks_per_seq), np.int64)  # the device's copy
         self.pages = np.full((s.blocks.num_blocks * s.block_size,), NO_KV, np.int64)
+        num_host_blocks = s.swap.num_blocks if s.swap is not None else 0
+        self.host_pages = np.full((num_host_blocks, s.block_size), NO_KV, np.int64)
         self.last_tokens = np.full(rows, -1, np.int64)
         self.owners: dict[int, Sequence] = {}  # by slot, as of the step that was planned last
         self.in_flight: deque[tuple[StepPlan, np.ndarray[Any, Any]]] = deque()
@@ -167,13 +169,18 @@ class Driver:
 
     def _compute(self, plan: StepPlan) -> np.ndarray[Any, Any]:
         host, sizes, s = plan.host, plan.sizes, self.scheduler
-        if s.prefix_cache is None and not any(s.windows):
+        if s.prefix_cache is None and s.swap is None and not any(s.windows):
             assert not sizes.num_overflow or self.has_forked
         behind, words = 2 * sizes.num_overflow, host.spare_words
         flat, overflow = self.tables.reshape(-1), words[:behind].reshape(2, -1)
         sources, own = words[behind : behind + 2 * sizes.num_copies].reshape(2, -1)
         assert not set(sources.tolist()) & set(own.tolist()) and len(set(own.tolist())) == own.size
         pages = self.pages.reshape(-1, s.block_size)
+        if (swaps := plan.swaps) is not None:
+            assert np.unique(swaps.out_host).size == swaps.out_host.size, "two blocks go out to one place"
+            assert np.unique(swaps.in_blocks).size == swaps.in_blocks.size, "two blocks come in to one place"
+            self.host_pages[swaps.out_host] = pages[swaps.out_blocks]
+            pages[swaps.in_blocks] = self.host_pages[swaps.in_host]
         pages[own] = pages[sources]
         flat[host.table_index] = host.table_value
         flat[overflow[0]] = overflow[1]

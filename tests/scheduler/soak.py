@@ -28,6 +28,8 @@ def live(seed: int) -> World:
         policy=rng.choice(POLICIES),
         prefix_caching=rng.random() < 0.8,
         target_ms=rng.choice((None, None, 3.0, 9.0)),
+        num_host_blocks=rng.choice((0, 3, 10, 60)),
+        ms_per_block=rng.choice((0.0, 0.0, 2.0)),
     )
     forks = rng.choice((0, 0, 0.2, 0.7))  # probability of one more in a step
     load = rng.choice((0.2, 0.5, 1.0, 3.0))  # requests a step
@@ -71,6 +73,9 @@ def soak(num_steps: int, seed: int, verbose: bool = False) -> Counter[str]:
         totals["worlds"] += 1
         totals["steps"] += world.driver.num_steps
         totals["preemptions"] += world.scheduler.num_preemptions
+        if world.scheduler.swap is not None:
+            totals["blocks out"] += world.scheduler.swap.num_blocks_out
+            totals["blocks in"] += world.scheduler.swap.num_blocks_in
         totals["hit tokens"] += world.scheduler.num_hit_tokens
         totals["asked tokens"] += world.scheduler.num_asked_tokens
         if verbose and totals["worlds"] % 200 == 0:

@@ -25,6 +25,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         prefix_caching=st.booleans(),
         target_ms=st.sampled_from([None, None, 3.0, 9.0]),
+        num_host_blocks=st.sampled_from([0, 3, 10, 60]),
+        ms_per_block=st.sampled_from([0.0, 0.0, 2.0]),
     )
     def start(self, **options: object) -> None:
         self.world = World(**options)  # type: ignore[arg-type]

@@ -48,6 +48,8 @@ class World:
     policy: str = "fcfs"
     prefix_caching: bool = True
     target_ms: float | None = None  # of a step, where a token takes 1
+    num_host_blocks: int = 0
+    ms_per_block: float = 0.0  # of a copy, where a token takes 1
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,10 +62,13 @@ class World:
             "max_model_len": MAX_LEN,
             "policy": self.policy,
             "prefix_caching": self.prefix_caching or self.policy == "longest_prefix",
+            "num_host_blocks": self.num_host_blocks,
         }
         smallest = make(**options).blocks_for(MAX_LEN - 1)
         self.driver = Driver(make(**options, num_blocks=1 + smallest + self.spare_blocks), self.depth)
         self.scheduler = self.driver.scheduler
+        if self.scheduler.swap is not None:
+            self.scheduler.swap.ms_per_block, self.scheduler.swap.ms_per_token = self.ms_per_block, 1.0
         if self.target_ms is not None:
             self.scheduler.pace = Pace(self.target_ms)
 
@@ -129,6 +134,7 @@ class World:
             assert not sequence.skip_reading_prefix_cache or not sequence.num_cached_tokens
         self.scheduler.check()
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_usable
+        assert self.scheduler.swap is None or self.scheduler.swap.num_free == self.num_host_blocks
         self.reset()
         if self.scheduler.prefix_cache is not None:
             assert not len(self.scheduler.prefix_cache) and not self.scheduler.prefix_cache.root.links
