@@ -75,14 +75,20 @@ def test_preempted_while_it_pauses_or_its_token_is_in_flight() -> None:
 
 
 @caching
-@pytest.mark.parametrize("num_blocks", [20, 60])
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(20, 0), (60, 0), (20, 12)])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, prefix_caching: bool) -> None:
-    """Groups that branch, are preempted and started anew, beside ordinary sequences; checked after every call."""
+def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, num_host_blocks: int, prefix_caching: bool) -> None:
+    """Groups that branch, are preempted and started anew, beside ordinary sequences; checked after every call.
+
+    With room on the host, what was preempted comes back from there.
+    """
     rng = random.Random(seed)
     depth = rng.choice([1, 2, 3])
-    driver = Driver(make(num_blocks=num_blocks, prefix_caching=prefix_caching, max_num_batched_tokens=12), depth)
+    options = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "prefix_caching": prefix_caching}
+    driver = Driver(make(max_num_batched_tokens=12, **options), depth)
     s = driver.scheduler
+    if s.swap is not None:
+        s.swap.ms_per_token = 1.0  # and copies cost nothing
     plain = [driver.add([rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], 40) for _ in range(6)]
     groups: list[list[tuple[Sequence, list[int]]]] = []
     for _ in range(2):
@@ -137,3 +143,4 @@ def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, prefix_caching
     assert rounds == [13, 13] and not s.has_work
     assert [p.payload.tokens for p in plain] == [solo(p.token_ids[: p.num_prompt_tokens].tolist(), 40) for p in plain]
     assert s.blocks.num_free == s.blocks.num_usable
+    assert s.swap is None or s.swap.num_free == num_host_blocks
