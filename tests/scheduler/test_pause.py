@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cbatch.scheduler.sequence import Sequence, Status
-from tests.scheduler.driver import VOCAB, Driver, make, solo
+from tests.scheduler.driver import VOCAB, Driver, Result, make, solo
 
 PROMPT = list(range(10, 20))  # two blocks of four and a half
 
@@ -72,6 +73,28 @@ def test_preempted_while_it_pauses_or_its_token_is_in_flight() -> None:
         assert driver.scheduler.plan(driver._host_batch) is None and driver.scheduler.num_running == 1
         driver.scheduler.abort(beam)
         driver.run()
+
+
+def test_followers_go_before_who_came_later() -> None:
+    """A beam that was preempted, or is started anew, does not wait behind all that arrived since the first one."""
+    driver = Driver(make(max_num_seqs=2), 1)
+    beam = Sequence(np.array(PROMPT, np.int32), 40, pauses=True, payload=Result())
+    driver.scheduler.add(beam, num_followers=3)
+    driver.results[beam.arrival] = beam.payload  # type: ignore[assignment]
+    later = [driver.add([i], 8) for i in range(3)]
+    while not beam.payload.tokens:  # type: ignore[attr-defined]
+        driver.step()
+    driver.scheduler.abort(beam)
+    known = [*PROMPT, 5]
+    followers = [Sequence(np.array(known, np.int32), 20, payload=Result()) for _ in range(2)]
+    for i, follower in enumerate(followers):
+        follower.arrival = beam.arrival + 1 + i
+        driver.scheduler.add(follower)
+    assert [s.rank for s in (beam, *followers, *later)] == [0, 1, 2, 4, 5, 6]
+    driver.step()
+    assert followers[0].slot >= 0 and later[2].status is Status.WAITING
+    driver.run()
+    assert [f.payload.tokens for f in followers] == [solo(known, 20)] * 2  # type: ignore[attr-defined]
 
 
 @caching
