@@ -9,6 +9,10 @@ so many requests decode: first timed by the engine's own events, then recorded b
 ``activity_cupti_pct`` and what a step launches. The roofline share is (weight bytes + KV bytes of the live context)
 over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches 32
 and 33 are both there, so is the ratio of their steps. The last line is JSON.
+
+``--sampling one-grammar`` and ``one-processor`` are greedy batches in which one request has a JSON schema (which needs
+llguidance; the tokens are made up) or a logits processor: what the others pay for it is a step's time over that of
+``greedy``.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import make_parser, needs_gpu, read_bandwidth, save
+from benchmarks.tokens import made_up_tokenizer
 from cbatch.bench import environment, random_prompts
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
 from cbatch.request import RequestHandle
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
 
 ROOM = 2048  # tokens that a request may grow while others are still at their prompts, and in its window
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
@@ -50,6 +55,20 @@ SAMPLING = {
         logprobs=20,
         seed=1,
     ),
+}
+
+
+# Of one request of the batch; the others are greedy. The list of records is longer than there is room.
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}, "kind": {"enum": [1, 2]}},
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+RECORDS = StructuredOutputsParams(json={"type": "array", "items": RECORD, "minItems": 400}, disable_any_whitespace=True)
+ONE_ROW = {
+    "one-grammar": replace(GREEDY, temperature=1.0, seed=1, structured_outputs=RECORDS),
+    "one-processor": replace(GREEDY, logits_processors=(lambda token_ids, logits: logits,)),
 }
 
 
@@ -131,9 +150,11 @@ def measure(
     None if not all of them decoded all the time: there is no memory for them, or their tokens did not last.
     """
     model: Any = engine.model
-    params = SAMPLING[sampling]
+    rest = SAMPLING.get(sampling, GREEDY)
+    params = [ONE_ROW.get(sampling, rest), *[rest] * (batch - 1)]
     preemptions = engine.stats()["num_preemptions"]
-    handles = [engine.submit(prompt, params) for prompt in random_prompts(batch, context - 32, model.vocab_size, 0)]
+    prompts = random_prompts(batch, context - 32, model.vocab_size, 0)
+    handles = [engine.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     decoding(engine, handles)
     engine.reset_stats()
     first = engine.stats()["num_output_tokens"]
@@ -181,7 +202,8 @@ def windows(model: Any, schedule: str, args: argparse.Namespace, bandwidth: floa
     if args.depth and schedule == "async":
         options["depth"] = args.depth
     start = time.perf_counter()
-    with Engine.from_model(model, **options) as engine:
+    tokenizer = made_up_tokenizer(model.vocab_size) if "one-grammar" in args.sampling else None
+    with Engine.from_model(model, tokenizer, **options) as engine:
         ready_s = time.perf_counter() - start
         for context, batch, sampling in product(args.contexts, args.batches, args.sampling):
             run = measure(engine, context, batch, sampling, args, bandwidth)
@@ -223,7 +245,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[160])
     parser.add_argument("--batches", nargs="+", type=int, default=[32], help="numbers of requests that decode together")
-    parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=["greedy"], help="what requests ask for")
+    kinds = [*SAMPLING, *ONE_ROW]
+    parser.add_argument("--sampling", nargs="+", choices=kinds, default=["greedy"], help="what requests ask for")
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--profiled-steps", type=int, default=20)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbatch.llm import LLM
     from cbatch.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from cbatch.request import RequestHandle
-    from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "__version__",
 ]
@@ -77,7 +78,12 @@ _HOMES = {
     "cbatch.llm": ("LLM",),
     "cbatch.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cbatch.request": ("RequestHandle",),
-    "cbatch.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "cbatch.sampling_params": (
+        "BeamSearchParams",
+        "RequestOutputKind",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

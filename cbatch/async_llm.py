@@ -58,6 +58,7 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
                 once, the rest by the first step of the iteration.
             EngineOverloadedError: ``max_queue_size`` wait already; raised by the first step of the iteration.
+            CBatchError: a logits processor of yours failed, or parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)
@@ -160,6 +161,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The one generator behind all: closing it runs its ``finally`` at once."""
         text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.to_thread(self.engine.compile_grammar, params, request_id)
         handle = self.engine.submit(token_ids, params, request_id, **options)
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)

@@ -58,6 +58,34 @@ class Landing:
         return self._words[: self.sampled.numel() + num_records * LOGPROB_WORDS]
 
 
+class Masks:
+    """Of the rows with a grammar in a step: ``slots [max_num_seqs]``, and ``masks [max_num_seqs, words]``; int32.
+
+    On both sides. A copy takes ``head(rows)``. What no step writes costs address space on the CPU, and a few MiB of
+    pinned memory otherwise.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._max_num_seqs, self._num_words = max_num_seqs, -(-vocab_size // 32)
+        size, pin = max_num_seqs * (1 + self._num_words), device.type == "cuda"
+        self._host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pin)
+        self._device = torch.empty(size, dtype=torch.int32, device=device)
+        self.slots, self.masks = (part.numpy() for part in self._parts(self._host, max_num_seqs))
+
+    def head(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """What is copied for so many rows, on the host and on the device."""
+        size = self._max_num_seqs + num_rows * self._num_words
+        return self._host[:size], self._device[:size]
+
+    def on_device(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Slots and masks of so many rows."""
+        return self._parts(self._device, num_rows)
+
+    def _parts(self, words: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        masks = words[self._max_num_seqs :].view(self._max_num_seqs, self._num_words)
+        return words[:num_rows], masks[:num_rows]
+
+
 class IOBuffer:
     """One host slab with its device twin, and room for what comes back, on both sides."""
 
@@ -68,6 +96,7 @@ class IOBuffer:
         choose: Callable[[int, int], Bucket],
         device: torch.device,
         max_spare_words: int = 0,
+        vocab_size: int = 0,
     ) -> None:
         """``choose`` gives the bucket of a step of so many tokens and rows; ``limit`` is the largest one.
 
@@ -83,6 +112,7 @@ class IOBuffer:
         self.device_landing = Landing(max_num_seqs, device)
         self.host_landing = Landing(max_num_seqs, torch.device("cpu"), pin_memory=pin)
         self.host_sampled = self.host_landing.sampled
+        self.masks = Masks(max_num_seqs, vocab_size, device)
         self._slab = self.host_slab.numpy()
         self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
         self._records = self.host_landing.records.numpy()

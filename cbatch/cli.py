@@ -26,7 +26,7 @@ from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptT
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
-    from cbatch.sampling_params import SamplingParams
+    from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
     from cbatch.timeline import Timeline
 
 DEMO = "smollm2-135m"
@@ -69,6 +69,14 @@ Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="
 Presence = Annotated[float | None, typer.Option("--presence-penalty", help="Above 0, what was said comes less often.")]
 Frequency = Annotated[float | None, typer.Option("--frequency-penalty", help="The same, for each time it was said.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End an answer before this text; may be given several times.")]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, help="Answer with JSON by the schema in this file; needs cbatch[grammar]."
+    ),
+]
+Regex = Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole; likewise.")]
+Choice = Annotated[list[str] | None, typer.Option(help="Answer with one of these; likewise.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 
 
@@ -128,6 +136,9 @@ def generate(
     n: Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")] = None,
     seed: Seed = None,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choice = None,
     device: Device = None,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
@@ -146,6 +157,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         seed=seed,
         stop=stop or None,
+        structured_outputs=_structure(json_schema, regex, choice or None),
     )
     texts = list(prompts) if prompts else [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
@@ -405,6 +417,15 @@ def _given(**fields: Any) -> dict[str, Any]:
     given = {name: value for name, value in fields.items() if value is not None}
     SamplingParams(**given)
     return given
+
+
+def _structure(schema: Path | None, regex: str | None, choice: list[str] | None) -> StructuredOutputsParams | None:
+    from cbatch.sampling_params import StructuredOutputsParams
+
+    if schema is None and regex is None and choice is None:
+        return None
+    text = None if schema is None else schema.read_text(encoding="utf-8", errors="replace")
+    return StructuredOutputsParams(json=text, regex=regex, choice=choice)
 
 
 def _params(engine: Engine, given: dict[str, Any]) -> SamplingParams:

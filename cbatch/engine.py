@@ -6,7 +6,8 @@
     D2H   |                 '-1-.                '-2-.                   '-3-.
 
 A token that batch N is still sampling stands in batch N+1 as a zero; the device fills it in from ``last_tokens`` by
-slot. What batch N ended is learned while N+1 runs: its row in N+1 is dropped when that lands.
+slot. What batch N ended is learned while N+1 runs: its row in N+1 is dropped when that lands. Where a row of N+1 has a
+grammar, its sampling alone waits for batch N (``held``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from cbatch.errors import (
     InvalidRequestError,
 )
 from cbatch.executor import Executor, suitable_backend
+from cbatch.grammar import Grammars
+from cbatch.held import Held, HeldRow
 from cbatch.host_pages import num_host_blocks
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
@@ -53,7 +56,7 @@ from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
 from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptLogprobs, PromptRows, prompt_rows
 from cbatch.request import ParallelHandle, RequestHandle, Wakers
-from cbatch.sampler import LOGPROBS, PROCESSED, encode
+from cbatch.sampler import HELD, LOGPROBS, PROCESSED, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.pace import Pace
@@ -78,7 +81,7 @@ PromptParts = Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]
 BeamEnds = Iterable[tuple[BeamHandle, list[Hypothesis]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
     """A step in flight: its plan, the buffer it travels in, and the host's time for it so far (µs)."""
 
@@ -158,6 +161,8 @@ class Engine:
             self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self.depth = config.depth
         self.startup_s["graphs"] = time.perf_counter() - begin
+        self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+        self._held = Held(self._grammars, model.vocab_size)
         self._clock = StepClock()
         self._timeline: Timeline | None = None
         self._checks = debug.LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
@@ -224,6 +229,10 @@ class Engine:
         while self.admit() or self._in_flight:  # inbox -> scheduler
             if step := self.launch():  # batch N+1, before batch N has landed
                 self._in_flight.append(step)
+            if step and step.plan.flags & HELD:  # what the host decides of batch N+1 depends on batch N's tokens
+                while self._in_flight[0] is not step:
+                    self.deliver(*self.land(self._in_flight.popleft()))
+                self.sample(step)
             if self._in_flight and (len(self._in_flight) >= self.depth or not step):
                 self.deliver(*self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
 
@@ -279,7 +288,8 @@ class Engine:
             times = self._timeline.open(self._num_launched, sizes.num_tokens, sizes.num_rows, start, maker)
             marks = times and times.marks
         prompts = prompt_rows(plan, self.model.device) if plan.chunks else None
-        self._lane.launch(io, partial(self._executor.compute, io, plan, admissions, prompts), marks)
+        compute = partial(self._executor.compute, io, plan, admissions, prompts)
+        self._lane.launch(io, compute, marks, bool(plan.flags & HELD))
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times, prompts)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:
@@ -299,6 +309,15 @@ class Engine:
                 admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
+    def sample(self, step: Step) -> None:
+        """Start the rest of a step that was held until all before it had landed. Waits for nothing."""
+        start = time.perf_counter()
+        io, plan = step.io, step.plan
+        num_masks, edits = self._held.prepare(plan, io.masks)
+        words = io.masks.head(num_masks) if num_masks else None
+        self._lane.go_on(io, partial(self._executor.sample, io, plan, num_masks, edits, step.prompts), words)
+        step.host_us += (time.perf_counter() - start) * 1e6
+
     def land(self, step: Step) -> tuple[Landed, Logprobs | None, PromptParts, BeamEnds]:
         """Wait for a batch, and take its tokens in; with the log-probabilities, where some row or prompt wants them."""
         called = time.perf_counter()
@@ -315,6 +334,8 @@ class Engine:
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
+        if step.plan.flags & HELD:
+            self._held.accept(landed)
         if logprobs is not None and landed.rows is not None:  # of the rows that count
             ids, values, ranks = logprobs
             logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
@@ -455,13 +476,14 @@ class Engine:
             for i in range(params.n)
         ]
         prompt_ids: list[int] = prompt.tolist()
+        matchers = [self.compile_grammar(params, request_id) for _ in encoded]
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         with self._lock:
             request_id = self._free_id(request_id)
             self._backlog.check(params.n, request_id)
             now = time.monotonic()
             children = []
-            for i, (state, text) in enumerate(zip(encoded, texts, strict=True)):
+            for i, (state, text, matcher) in enumerate(zip(encoded, texts, matchers, strict=True)):
                 name = request_id if params.n == 1 else f"{request_id}-{i}"
                 of_prompt = None
                 if params.prompt_logprobs is not None and i == 0:
@@ -470,6 +492,15 @@ class Engine:
                     name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i, of_prompt
                 )
                 child.upload = state.upload
+                if state.flags & HELD:
+                    child.held = HeldRow(
+                        prompt_ids,
+                        params,
+                        matcher,
+                        eos_token_ids=self._eos_token_ids,
+                        stop_ids=stop_ids,
+                        bad_word_ids=banned,
+                    )
                 child.sequence = Sequence(
                     prompt,
                     max_len,
@@ -491,6 +522,19 @@ class Engine:
             self._inbox += [("add", child.sequence) for child in children]
             self._changed.notify()
         return handle
+
+    def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
+        """The grammar of ``structured_outputs``, None where there are none. What ``submit`` does too; from any thread.
+
+        It takes a moment, and is remembered: an event loop has a thread do it, and then submits.
+
+        Raises:
+            InvalidRequestError: there is no such grammar, or the extra is missing.
+        """
+        if params.structured_outputs is None:
+            return None
+        who = "request" if request_id is None else f"request {request_id}"
+        return self._grammars.matcher(params.structured_outputs, who)
 
     def submit_beam_search(
         self,

@@ -19,7 +19,7 @@ from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.prompt_logprobs import PromptRows
 from cbatch.runner import Runner
-from cbatch.sampler import LOGPROBS, NUM_PARAMS
+from cbatch.sampler import LOGPROBS, NUM_PARAMS, Edit
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape
 from cbatch.slot_state import Admission
@@ -63,7 +63,9 @@ class Executor:
         limit = Bucket(config.max_num_batched_tokens, config.max_num_seqs)
         buckets = Buckets(limit.num_tokens, limit.num_rows)
         choose = buckets.choose if graphed else eager_bucket(limit)
-        self.buffers = [IOBuffer(shape, limit, choose, model.device, max_spare_words) for _ in range(config.depth)]
+        self.buffers = [
+            IOBuffer(shape, limit, choose, model.device, max_spare_words, model.vocab_size) for _ in range(config.depth)
+        ]
         self._runner = Runner(
             model,
             KVCache(groups, config.num_blocks, config.block_size, model.dtype, model.device, backend),
@@ -90,6 +92,7 @@ class Executor:
             self.lane = CpuLane(self.buffers)
         self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of a step with prompts are padded to
         self._run = self._graphs.launch if self._graphs else self._runner.run
+        self._go_on = self._graphs.go_on if self._graphs else self._runner.go_on
 
     def compute(
         self,
@@ -98,7 +101,10 @@ class Executor:
         admissions: Sequence[Admission] = (),
         prompts: PromptRows | None = None,
     ) -> None:
-        """Launch a step on the current stream. ``admissions`` are its new sequences whose flags have PROCESSED."""
+        """Launch a step on the current stream; a HELD one up to its logits.
+
+        ``admissions`` are its new sequences whose flags have PROCESSED.
+        """
         if admissions:
             self._runner.slot_state.apply(admissions)
         if plan.swaps is not None:
@@ -111,6 +117,17 @@ class Executor:
             self._run(io, plan)
         else:
             self._runner.run(io, plan, prompts)
+
+    def sample(
+        self, io: IOBuffer, plan: StepPlan, num_masks: int, edits: Sequence[Edit], prompts: PromptRows | None = None
+    ) -> None:
+        """Launch the rest of a HELD step: ``num_masks`` of the buffer's masks, and ``edits`` of logits, apply to it."""
+        if num_masks:
+            self._runner.slot_state.set_masks(*io.masks.on_device(num_masks))
+        if prompts is None:
+            self._go_on(io, plan, edits)
+        else:
+            self._runner.go_on(io, plan, edits)
 
     def graph_facts(self) -> dict[str, Any]:
         """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.buffers import DeviceBatch, IOBuffer, Landing, round_up
 from cbatch.runner import Runner
-from cbatch.sampler import FILTERED, LOGPROBS, PROCESSED, RANDOM, drawing
+from cbatch.sampler import FILTERED, HELD, LOGPROBS, PROCESSED, RANDOM, Edit, drawing, edited
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
 
 T = TypeVar("T")
@@ -76,6 +77,32 @@ class _Step:
     graph: torch.cuda.CUDAGraph
     redraw: dict[int, torch.cuda.CUDAGraph]
     logprobs: torch.cuda.CUDAGraph
+    logits: _Window
+
+
+class _Window:
+    """A tensor's memory without a share in it: the pool may give it to other graphs, whose replays overwrite it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address, self._shape, self._strides = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A tensor over it, made anew (some 10 µs): one that was kept would keep this object, which would keep it."""
+        return torch.as_tensor(self, device=self._device).view(self._dtype)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Numba's protocol, which knows no bfloat16: as integers of the same size."""
+        size = self._dtype.itemsize
+        return {
+            "shape": self._shape,
+            "strides": tuple(stride * size for stride in self._strides),
+            "typestr": f"<i{size}",
+            "data": (self._address, False),
+            "version": 3,
+        }
 
 
 class CaptureError(Exception):
@@ -122,12 +149,22 @@ class GraphSet:
         return len(self._steps)
 
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
-        """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs."""
+        """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs.
+
+        Of a HELD step the first copy and the first replay. What that draws nobody reads: ``go_on`` draws again.
+        """
         step = self._steps[plan.host.bucket]
         step.words.copy_(io.device_words)
         step.graph.replay()
+        if not plan.flags & HELD:
+            self.go_on(io, plan)
+
+    def go_on(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit] = ()) -> None:
+        """What follows the step's graph. No other step's may have been replayed between: it could own the logits."""
+        step = self._steps[plan.host.bucket]
         if draw := drawing(plan.flags):
-            step.redraw[draw].replay()
+            with edited(step.logits.tensor, edits, plan.flags) if edits else nullcontext():
+                step.redraw[draw].replay()
         if plan.flags & LOGPROBS:
             step.logprobs.replay()
         io.landing[1].copy_(step.landing[io.lands_logprobs])
@@ -156,7 +193,8 @@ class GraphSet:
             redraw[drawing(flags)], _ = self._record(sample)
         logprobs, _ = self._record(partial(self._runner.logprobs, logits, landing))
         words = self._slab[: layout(self._shape, bucket)[1]]
-        return _Step(words, {False: landing.head(0), True: landing.head(bucket.num_rows)}, graph, redraw, logprobs)
+        heads = {False: landing.head(0), True: landing.head(bucket.num_rows)}
+        return _Step(words, heads, graph, redraw, logprobs, _Window(logits))
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.

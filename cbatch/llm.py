@@ -68,6 +68,7 @@ class LLM:
                 counted from 0. Then none of this call is: what the engine had already taken of it is aborted. Other
                 callers never notice.
             EngineOverloadedError: more prompts than ``max_queue_size`` lets wait.
+            CBatchError: a logits processor of yours failed, or parameters left no token to go on with. Likewise.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
             KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
         """

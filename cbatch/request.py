@@ -49,6 +49,7 @@ class RequestHandle:
         self.deadline: float | None = None  # in ``time.monotonic``, for the engine
         self.upload: Any = None  # what a slot of the device gets for it, for the engine
         self.prompt_logprobs = prompt_logprobs  # where they are wanted; of ``n`` answers, the first one's
+        self.held: Any = None  # what the host decides about its tokens, for the engine
         self._metrics = RequestMetrics()
         self._tokenizer = tokenizer
         self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
@@ -260,9 +261,9 @@ class RequestHandle:
         elif found is not None and finish_reason != "stop":
             self._end("stop", found, None, now, aborted=running)
 
-    def fail(self, error: CBatchError) -> None:
-        """End it with an error that its consumer will raise."""
-        self._end_now(None, error, aborted=False)
+    def fail(self, error: CBatchError, *, aborted: bool = False) -> None:
+        """End it with an error that its consumer will raise; ``aborted`` where the scheduler is to hear of an abort."""
+        self._end_now(None, error, aborted=aborted)
 
     def _end_now(self, finish_reason: str | None, error: CBatchError | None, *, aborted: bool) -> None:
         wakers = Wakers()

@@ -5,6 +5,8 @@ Owns the state that stays there between steps: block tables, last tokens, sampli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from cbatch.kernels.attention import AttentionBackend, AttentionBatch
 from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.prompt_logprobs import PromptRows
-from cbatch.sampler import FILTERED, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, make_step_ops
+from cbatch.sampler import FILTERED, HELD, LOGPROBS, NUM_PARAMS, PROCESSED, RANDOM, Edit, edited, make_step_ops
 from cbatch.scheduler.plan import StepPlan, StepSizes
 from cbatch.slot_state import SlotState
 
@@ -44,6 +46,7 @@ class Runner:
         self.params = torch.zeros(rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self.slot_state = SlotState(max_num_seqs, model.vocab_size, device)
         self._flat_tables = self.block_tables.view(-1)
+        self._held_logits: Tensor | None = None  # of a step that was launched, and is to sample yet
 
     def step(
         self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int, more_rows: Tensor | None = None
@@ -82,7 +85,7 @@ class Runner:
         if more_rows is not None:
             sample_rows = torch.cat([sample_rows[: sizes.num_samples], more_rows])
         logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
-        if sizes.num_samples:
+        if sizes.num_samples and not flags & HELD:
             sampled = logits if more_rows is None else logits[: sizes.num_samples]
             self.sample(batch, sizes.num_samples, sampled, landing, flags)
             if flags & LOGPROBS:
@@ -103,13 +106,23 @@ class Runner:
             self.kv_cache.copy_blocks(sources, own)
 
     def run(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows | None = None) -> None:
-        """Launch a step kernel by kernel."""
+        """Launch a step kernel by kernel; a HELD one up to its logits."""
         if prompts is None:
-            self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
+            logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
         else:
-            self._run_with_prompts(io, plan, prompts)
+            logits = self._run_with_prompts(io, plan, prompts)
+        self._held_logits = logits[: plan.sizes.num_samples] if plan.flags & HELD else None
 
-    def _run_with_prompts(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows) -> None:
+    def go_on(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit]) -> None:
+        """Launch the rest of the HELD step that was launched last."""
+        logits, self._held_logits = self._held_logits, None
+        assert logits is not None, "no step was held"
+        with edited(logits, edits, plan.flags):
+            self.sample(io.batch, plan.sizes.num_samples, logits, io.device_landing, plan.flags)
+        if plan.flags & LOGPROBS:
+            self.logprobs(logits, io.device_landing)
+
+    def _run_with_prompts(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows) -> Tensor:
         """A step, and the log-probabilities of prompts. Allocates, on the host too; waits for nothing.
 
         They land with the step: whoever waits for its tokens waits for this stream.
@@ -122,6 +135,7 @@ class Runner:
         records = torch.empty(prompts.records.shape, dtype=torch.int32, device=device)
         self._ops.logprobs(logits[plan.sizes.num_samples :], targets, records)
         prompts.records.copy_(records, non_blocking=True)
+        return logits
 
     def sample(self, batch: DeviceBatch, num_samples: int, logits: Tensor, landing: Landing, flags: int) -> None:
         """Draw the tokens of a step from its logits, put them into ``landing``, and remember them by slot."""

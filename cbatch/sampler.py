@@ -7,7 +7,8 @@ schedule and after any preemption.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,9 @@ NUM_PARAMS = layout.NUM_WORDS  # int32 words of a slot that travel with a step
 LOGPROB_WORDS = layout.num_record_words(MAX_LOGPROBS)  # int32 words that come back of a row whose logprobs are wanted
 # Flags of a request, OR-ed over a step: a step runs only what some row needs. FILTERED comes with RANDOM alone.
 RANDOM, FILTERED, PROCESSED, LOGPROBS = 1, 2, 4, 8
+# HELD: the step samples only after the host has seen all tokens before, and has had its say. Never alone: the step's
+# first draw, if it makes one, must be drawn again.
+HELD = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,21 +75,28 @@ def encode(
     if params.logprobs is not None:
         flags |= LOGPROBS
 
+    if params.logits_processors:
+        flags |= HELD | RANDOM
+    if params.structured_outputs is not None:
+        flags |= HELD
+
     repetition = min(max(params.repetition_penalty, MIN_PENALTY), MAX_PENALTY)
     penalties = repetition, params.presence_penalty, params.frequency_penalty
     counted = penalties != (1.0, 0.0, 0.0)
-    biases = dict.fromkeys(stop_ids, 0.0) if params.min_tokens else {}
+    # Beside a grammar, the mask that comes with every step has min_tokens and allowed_token_ids in it.
+    masked = params.structured_outputs is not None
+    biases = dict.fromkeys(stop_ids, 0.0) if params.min_tokens and not masked else {}
     until = prompt_len + params.min_tokens  # the first position that a stop token may stand at
     untils = dict.fromkeys(biases, until)
     biases |= dict(params.logit_bias)
-    allowed = params.allowed_token_ids
-    if not (counted or biases or bad_word_ids or allowed is not None):
+    allowed = None if masked else params.allowed_token_ids
+    if not (counted or biases or bad_word_ids or allowed is not None or masked):
         return Encoded(words, flags, None)
 
     floats[layout.REPETITION : layout.FREQUENCY + 1] = penalties
-    words[layout.FEATURES] = layout.COUNTED * counted | layout.ALLOWED * (allowed is not None)
+    words[layout.FEATURES] = layout.COUNTED * counted | layout.ALLOWED * (masked or allowed is not None)
     words[layout.NUM_BIASES], words[layout.NUM_BAD_WORDS] = len(biases), len(bad_word_ids)
-    mask = _bit_mask(allowed) if allowed is not None else np.zeros(0, np.int32)
+    mask = bit_mask(allowed) if allowed is not None else np.zeros(0, np.int32)
     ends = [layout.BIASES, layout.BAD_WORDS * bool(biases), layout.MASK * bool(bad_word_ids or mask.size)]
     lists = np.zeros(max(ends) + mask.size, np.int32)
     lists[: layout.BIASES] = -1
@@ -103,7 +114,7 @@ def encode(
     return Encoded(words, flags | PROCESSED, SlotUpload(lists, counted))
 
 
-def _bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
+def bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
     """Bit i % 32 of word i // 32 for each id, up to the largest one's word."""
     index = np.array(ids)
     bits = np.zeros((index.max() // 32 + 1) * 32, np.bool_)
@@ -114,6 +125,25 @@ def _bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
 def drawing(flags: int) -> int:
     """Which way of sampling serves a step with these flags: 0 (greedy), RANDOM, RANDOM | FILTERED, or PROCESSED."""
     return PROCESSED if flags & PROCESSED else flags & (RANDOM | FILTERED)
+
+
+# A row of a step's logits, and what changes it in place before a token is drawn.
+Edit = tuple[int, Callable[[Tensor], None]]
+
+
+@contextmanager
+def edited(
+    logits: Tensor,  # [num_rows, vocab_size]
+    edits: Sequence[Edit],
+    flags: int,
+) -> Iterator[None]:
+    """Logits as they are to be drawn from, inside; behind it as the model gave them, where LOGPROBS will read them."""
+    raw = [(row, logits[row].clone()) for row, _ in edits] if flags & LOGPROBS else []
+    for row, edit in edits:
+        edit(logits[row])
+    yield
+    for row, values in raw:
+        logits[row].copy_(values)
 
 
 @dataclass(frozen=True)

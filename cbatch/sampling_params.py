@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
+import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,74 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must be, from its first character to its last. One of the first five; names are vLLM's.
+
+    Needs the extra ``grammar`` (`llguidance <https://github.com/guidance-ai/llguidance>`_), whose ``docs`` say which
+    keywords of JSON Schema, which regular expressions and which grammars there are. What it cannot do is refused when
+    a request is submitted.
+
+    Args:
+        json: a JSON schema, as a dict or as its text; a text is what is kept.
+        regex: a regular expression that the whole answer matches, in the syntax of Rust's ``regex``.
+        choice: texts, one of which is the answer.
+        grammar: a context-free grammar, in Lark's syntax or GBNF.
+        json_object: True for a JSON object of any kind.
+        whitespace_pattern: with JSON, a regular expression of the space that may stand between tokens of JSON.
+        disable_any_whitespace: with JSON, no such space at all.
+
+    Raises:
+        InvalidRequestError: none or several of the five, or a value of the wrong type.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        for name, check in _STRUCTURE_CHECKS.items():
+            object.__setattr__(self, name, check(f"structured_outputs.{name}", getattr(self, name)))
+        given = [name for name in _STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}, but must have exactly one of "
+                f"{', '.join(_STRUCTURES)}"
+            )
+        for name in ("whitespace_pattern", "disable_any_whitespace"):
+            if getattr(self, name) and given[0] not in ("json", "json_object"):
+                raise InvalidRequestError(f"structured_outputs.{name} is for JSON, but the answer is a {given[0]}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise InvalidRequestError("structured_outputs has whitespace_pattern beside disable_any_whitespace")
+
+
+_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+
+
+# Takes the token ids of an answer so far and the logits [vocab_size] behind them, or the prompt's, the answer's and
+# the logits; gives back the logits to sample from.
+LogitsProcessor = Callable[..., Any]
+
+
+def num_arguments(processor: LogitsProcessor) -> int:
+    """How many arguments a logits processor takes: 3 if it can, else 2; another number if it can neither."""
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):  # a built-in without one
+        return 2
+    for count in (3, 2):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    return len(signature.parameters)
 
 
 def _field(default: _T, limits: str, help: str) -> _T:
@@ -134,6 +204,22 @@ class SamplingParams:
         f"0 to {MAX_LOGPROBS}",
         "For each token of an answer, the log-probabilities of this many most likely tokens and of the one that was "
         "sampled, by the model's own logits before any parameter changed them.",
+    )
+    structured_outputs: StructuredOutputsParams | None = _field(  # noqa: RUF009 - the default is None
+        None,
+        "a StructuredOutputsParams; needs `cbatch[grammar]`, and a fast tokenizer",
+        "What an answer must be: JSON by a schema, a regular expression, a choice, a grammar. An end of sequence comes "
+        "only where the answer may end, and where nothing else may come; `min_tokens` puts it off as long as something "
+        "else can. `max_tokens`, a stop string or a stop token may cut the answer short. With `ignore_eos`, it is "
+        "followed by ends of sequence.",
+    )
+    logits_processors: Sequence[LogitsProcessor] | None = _field(
+        None,
+        "functions of 2 or 3 arguments; None for none",
+        "Each gets the token ids of the answer so far and the logits behind them, a float32 tensor `[vocab_size]` on "
+        "the model's device that it may change, or the prompt's token ids before both, and returns the logits to go "
+        "on with. They come before all other parameters, in the engine's own threads. One that raises, or returns "
+        "something else, ends its request with an error.",
     )
     prompt_logprobs: int | None = _field(
         None,
@@ -286,8 +372,9 @@ _TABLE_HEAD = """# Sampling parameters
 The fields of `cbatch.SamplingParams`, made by `python -m cbatch.sampling_params`. A value out of its range is refused
 when it is written down, or by `submit` where it depends on the model; the message has name, value and limit.
 
-Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, `repetition_penalty`,
-`presence_penalty` and `frequency_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
+Logits are changed in this order: `logits_processors`, `structured_outputs`, `allowed_token_ids`, `bad_words`,
+`min_tokens`, `logit_bias`, `repetition_penalty`, `presence_penalty` and `frequency_penalty`, `temperature`, `top_k`,
+`top_p`, `min_p`.
 
 | parameter | default | range | meaning |
 |---|---|---|---|
@@ -521,6 +608,72 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
     return value
 
 
+def _schema(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        schema = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object")
+    return text
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidRequestError(f"{name}={value!r} must be a string with at least one character, or None")
+    return value
+
+
+def _choice(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not value:
+        raise InvalidRequestError(f"{name}={value!r} has no text to choose")
+    return tuple(dict.fromkeys(_texts(name, value)))
+
+
+def _true(name: str, value: Any) -> bool | None:
+    if value not in (None, False, True):
+        raise InvalidRequestError(f"{name}={value!r} must be True or None")
+    return True if value else None
+
+
+_STRUCTURE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "json": _schema,
+    "regex": _text,
+    "choice": _choice,
+    "grammar": _text,
+    "json_object": _true,
+    "whitespace_pattern": _text,
+    "disable_any_whitespace": _flag,
+}
+
+
+def _structure(name: str, value: Any) -> StructuredOutputsParams | None:
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        raise InvalidRequestError(f"{name}={value!r} must be a StructuredOutputsParams, not {type(value).__name__}")
+    return value
+
+
+def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequestError(f"{name}={value!r} must be a list of functions, not {type(value).__name__}")
+    for item in value:
+        if not callable(item):
+            raise InvalidRequestError(f"{name} holds {item!r}, which is no function")
+        if (count := num_arguments(item)) not in (2, 3):
+            raise InvalidRequestError(
+                f"{name} holds {item!r} with {count} arguments: it must take 2 (token ids so far, logits) or 3 (the "
+                "prompt's token ids before them)"
+            )
+    return tuple(value) or None
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "n": _n,
     "temperature": _temperature,
@@ -541,6 +694,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,
     "logprobs": _logprobs,
+    "structured_outputs": _structure,
+    "logits_processors": _processors,
     "prompt_logprobs": _logprobs,
     "detokenize": _flag,
     "skip_special_tokens": _flag,

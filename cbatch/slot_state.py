@@ -1,7 +1,7 @@
 """Owns what a slot keeps on the device besides its words: token counts for penalties, biases, bad words, masks.
 
 A step updates counts and recent tokens itself, so that the next one knows a token that the host has not seen. The host
-writes a slot only when it gets a new owner.
+writes a slot only when it gets a new owner, and the mask of one with a grammar before each token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.slot_layout import IN_PROMPT, MAX_BAD_WORD_LEN, OUTPUT, RECENT, num_list_words
+from cbatch.kernels.slot_layout import IN_PROMPT, MASK, MAX_BAD_WORD_LEN, OUTPUT, RECENT, num_list_words
 from cbatch.sampler import SlotUpload
 
 
@@ -84,6 +84,14 @@ class SlotState:
         if output_ids.numel():  # index_put_ would sort them, and may wait to check their range
             index = output_slots.long() * self.counts.shape[1] + output_ids
             self.counts.view(-1).scatter_add_(0, index, self._output.expand(index.shape))
+
+    def set_masks(
+        self,
+        slots: Tensor,  # [num_rows] int32
+        masks: Tensor,  # [num_rows, ceil(vocab_size / 32)] int32, bit i % 32 of word i // 32 for token i
+    ) -> None:
+        """Which tokens may come next in these slots. One launch on the current stream; waits for nothing."""
+        self.lists[:, MASK : MASK + masks.shape[1]].index_put_((slots,), masks)
 
     def _copy_over(self, arrays: list[NDArray[np.int32]]) -> tuple[Tensor, ...]:
         """The arrays on the device, in one copy. The pinned memory goes back to torch, which keeps it until then."""

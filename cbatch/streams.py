@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from cbatch.buffers import IOBuffer
 from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
@@ -26,14 +27,20 @@ THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
 class Lane(Protocol):
     kind: str  # "gpu" or "cpu_lane": whose activity it is
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         """Start copying the step's words in, computing, and copying its tokens out; returns at once.
 
-        ``marks``, from this lane's maker, take down when that happens.
+        ``marks``, from this lane's maker, take down when that happens. A step that is ``held`` stops behind
+        ``compute``, and ``go_on`` must be the next call that launches anything.
         """
+
+    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+        """Start the rest of a held step; returns at once. ``words``, on host and device, are copied in before it."""
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         """Wait until the step of this buffer has landed; its milliseconds, and those the lane stood idle before it.
+
+        Of a held step, the time until it went on is idle.
 
         Raises what the step raised.
         """
@@ -56,6 +63,19 @@ class _CpuStep:
     error: BaseException | None = None
     step_ms: float = 0.0
     gap_ms: float = 0.0
+    marks: Any = None
+    times: tuple[float, ...] = ()  # when it started, was copied in, was computed
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A step, or one of the two parts of a held one."""
+
+    io: IOBuffer
+    compute: Callable[[], None]
+    words: tuple[Tensor, Tensor] | None  # to copy in before
+    first: bool
+    last: bool
 
 
 class CpuLane:
@@ -67,14 +87,18 @@ class CpuLane:
         for io in buffers:
             io.lane_state = _CpuStep(threading.Event())
             io.lane_state.landed.set()
-        self._jobs: queue.SimpleQueue[tuple[IOBuffer, Callable[[], None], Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last_end: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"{THREAD_PREFIX}compute", daemon=True)
         self._thread.start()
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         io.lane_state.landed.clear()
-        self._jobs.put((io, compute, marks))
+        io.lane_state.marks = marks
+        self._jobs.put(_Job(io, compute, io.outbound, True, not held))
+
+    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+        self._jobs.put(_Job(io, compute, words, False, True))
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         step: _CpuStep = io.lane_state
@@ -100,28 +124,38 @@ class CpuLane:
     @torch.inference_mode()
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            io, compute, marks = job
-            step: _CpuStep = io.lane_state
+            step: _CpuStep = job.io.lane_state
+            if job.first:
+                step.error, step.step_ms, step.gap_ms = None, 0.0, 0.0
             start = time.perf_counter()
             try:
-                on_host, on_device = io.outbound
-                on_device.copy_(on_host)
-                copied = time.perf_counter()
-                compute()
-                computed = time.perf_counter()
-                on_host, on_device = io.landing
-                on_host.copy_(on_device)
-                if marks is not None:
-                    marks.times = (start, copied, computed, time.perf_counter())
-                step.error = None
+                if step.error is None:
+                    self._run(job, step)
             except BaseException as error:  # handed over to whoever waits for the step
                 step.error = error
             end = time.perf_counter()
-            step.step_ms = (end - start) * 1e3
-            step.gap_ms = (start - self._last_end) * 1e3 if self._last_end is not None else 0.0
+            step.step_ms += (end - start) * 1e3
+            step.gap_ms += (start - self._last_end) * 1e3 if self._last_end is not None else 0.0
             self._last_end = end
-            del job, compute, marks
-            step.landed.set()
+            last = job.last
+            del job
+            if last:
+                step.landed.set()
+
+    def _run(self, job: _Job, step: _CpuStep) -> None:
+        start = time.perf_counter()
+        if job.words is not None:
+            on_host, on_device = job.words
+            on_device.copy_(on_host)
+        copied = time.perf_counter()
+        job.compute()
+        computed = time.perf_counter()
+        step.times = (start, copied, computed) if job.first else (*step.times[:2], computed)
+        if job.last:
+            on_host, on_device = job.io.landing  # ``compute`` may have changed it
+            on_host.copy_(on_device)
+            if step.marks is not None:
+                step.marks.times = (*step.times, time.perf_counter())
 
 
 @dataclass
@@ -131,6 +165,9 @@ class _CudaStep:
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
     previous_end: torch.cuda.Event | None = None  # None: no step before it, or idleness
+    marks: Any = None
+    held: bool = False
+    pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of a held step; made for the first of the buffer
 
 
 class CudaLane:
@@ -155,8 +192,11 @@ class CudaLane:
         )
         self._last_end: torch.cuda.Event | None = None
 
-    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None) -> None:
+    def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         step: _CudaStep = io.lane_state
+        step.marks, step.held = marks, held
+        if held and step.pause is None:
+            step.pause = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start, end = next(self._pairs) if marks is None else marks.compute
         step.start, step.end, step.previous_end, self._last_end = start, end, self._last_end, end
         with torch.inference_mode(), torch.cuda.device(self.device):
@@ -172,23 +212,53 @@ class CudaLane:
                 self.compute.wait_event(step.copied)
                 start.record(self.compute)
                 compute()
-                end.record(self.compute)
-            with torch.cuda.stream(self.d2h):
-                self.d2h.wait_event(end)
-                if marks is not None:
-                    marks.d2h[0].record(self.d2h)
-                on_host, on_device = io.landing  # ``compute`` may have changed it
-                on_host.copy_(on_device, non_blocking=True)
-                if marks is not None:
-                    marks.d2h[1].record(self.d2h)
-                step.landed.record(self.d2h)
+                if held and step.pause is not None:
+                    step.pause[0].record(self.compute)
+                else:
+                    end.record(self.compute)
+            if not held:
+                self._copy_out(io, step)
+
+    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+        step: _CudaStep = io.lane_state
+        assert step.held and step.pause is not None and step.end is not None
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            if words is not None:  # beside the first part, which is still running
+                on_host, on_device = words
+                with torch.cuda.stream(self.h2d):
+                    on_device.copy_(on_host, non_blocking=True)
+                    step.copied.record(self.h2d)
+            with torch.cuda.stream(self.compute):
+                if words is not None:
+                    self.compute.wait_event(step.copied)
+                step.pause[1].record(self.compute)
+                compute()
+                step.end.record(self.compute)
+            self._copy_out(io, step)
+
+    def _copy_out(self, io: IOBuffer, step: _CudaStep) -> None:
+        assert step.end is not None
+        marks = step.marks
+        with torch.cuda.stream(self.d2h):
+            self.d2h.wait_event(step.end)
+            if marks is not None:
+                marks.d2h[0].record(self.d2h)
+            on_host, on_device = io.landing  # ``compute`` may have changed it
+            on_host.copy_(on_device, non_blocking=True)
+            if marks is not None:
+                marks.d2h[1].record(self.d2h)
+            step.landed.record(self.d2h)
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
         step: _CudaStep = io.lane_state
         step.landed.synchronize()
         assert step.start is not None and step.end is not None
         gap_ms = step.previous_end.elapsed_time(step.start) if step.previous_end is not None else 0.0
-        return step.start.elapsed_time(step.end), gap_ms
+        step_ms = step.start.elapsed_time(step.end)
+        if step.held and step.pause is not None:
+            pause_ms = step.pause[0].elapsed_time(step.pause[1])
+            step_ms, gap_ms = step_ms - pause_ms, gap_ms + pause_ms
+        return step_ms, gap_ms
 
     def copied_in(self, io: IOBuffer) -> bool:
         return bool(io.lane_state.copied.query())

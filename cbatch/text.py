@@ -414,7 +414,7 @@ def encode_prompt(
     """
     if tokenizer is None:
         raise InvalidRequestError(f"{what} {_short(text)} is text, but there is no tokenizer: pass token ids")
-    with _lock_of(tokenizer):
+    with lock_of(tokenizer):
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
@@ -555,7 +555,8 @@ _token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDi
 _guard = threading.Lock()  # for the three tables
 
 
-def _lock_of(tokenizer: Any) -> threading.Lock:
+def lock_of(tokenizer: Any) -> threading.Lock:
+    """To be held while a tokenizer is called: a fast one changes its own state then."""
     with _guard:
         return _locks.setdefault(tokenizer, threading.Lock())
 

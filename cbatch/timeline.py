@@ -54,7 +54,10 @@ class StepTimes:
 
 
 class Timeline:
-    """``Engine.record_timeline`` makes one; ``wait`` for it, then read ``spans`` or write it to a file."""
+    """``Engine.record_timeline`` makes one; ``wait`` for it, then read ``spans`` or write it to a file.
+
+    Where a step waited for the host before it sampled, its compute is one span, through the wait.
+    """
 
     def __init__(self, num_steps: int, schedule: str, depth: int, model: str, *, decode_only: bool = False) -> None:
         self.num_steps = num_steps  # asked for; fewer are recorded if the engine ends first

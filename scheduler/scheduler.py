@@ -63,13 +63,13 @@ class Scheduler:
         windows: tuple[int, ...] = (),
         policy: Policy = "fcfs",
         prefix_caching: bool = False,
-        max_prompt_logits: int = 512,
         num_host_blocks: int = 0,
+        max_prompt_logits: int = 512,
     ) -> None:
         """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
 
-        ``()`` is 0 for each. ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
-        Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
+        ``()`` is 0 for each. Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
+        ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")

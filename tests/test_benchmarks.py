@@ -111,6 +111,17 @@ def test_a_window_of_decode_has_exactly_the_batch_asked_for(tiny):
     assert all(8 < run["mean_context"] < 40 + decode.ROOM for run in runs)
 
 
+@pytest.mark.parametrize("kind", ["one-grammar", "one-processor"])
+def test_one_row_of_a_batch_of_decode_waits_for_the_host(tiny, kind):
+    if kind == "one-grammar":
+        pytest.importorskip("llguidance")
+    model = load_model(tiny, load_format="dummy", model_impl="auto")
+    model.eos_token_ids = (2,)  # as the shapes have one
+    args = Namespace(sampling=[kind], batches=[3], contexts=[40], steps=10, profiled_steps=0, depth=None)
+    (run,) = decode.windows(model, "async", args, bandwidth=1e10)
+    assert (run["num_requests"], run["sampling"]) == (3, kind)
+
+
 def test_the_ratio_of_33_to_32_is_of_the_same_schedule_and_context():
     def measured(schedule, context, batch, ms):
         names = ("model", "schedule", "context", "num_requests", "ms_per_step_p50")

@@ -64,6 +64,20 @@ def test_generate_ends_before_a_stop_string(run, tiny_model):
     assert one_line(run("generate", "hello", *options, "--stop", ""))
 
 
+def test_generate_keeps_to_a_structure(run, tiny_model, tmp_path):
+    pytest.importorskip("llguidance")
+    options = ("--model", tiny_model, "--max-tokens", 60, "--seed", 1)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [{"a": 1}, [true]]}')
+    assert json.loads(run("generate", "hello", *options, "--json-schema", schema).stdout) in ({"a": 1}, [True])
+    assert run("generate", "hello", *options, "--choice", "yes", "--choice", "no").stdout in ("yes\n", "no\n")
+    assert run("generate", "hello", *options, "--regex", "[ab]{3}c").stdout.rstrip("\n")[3:] == "c"
+    both = run("generate", "hello", *options, "--regex", "a", "--choice", "b")
+    assert one_line(both) and "exactly one" in both.stderr
+    schema.write_text("{")
+    assert one_line(run("generate", "hello", *options, "--json-schema", schema))
+
+
 def test_generate_prints_one_answer_as_it_comes(run, tiny_model):
     options = ("--model", tiny_model, "--max-tokens", 5, "--temperature", 0)
     answer = run("generate", "hello", *options)

@@ -12,6 +12,7 @@ PUBLIC = {
     *(
         "SamplingParams",
         "BeamSearchParams",
+        "StructuredOutputsParams",
         "RequestOutputKind",
         "RequestOutput",
         "CompletionOutput",

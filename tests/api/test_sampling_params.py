@@ -111,6 +111,10 @@ def test_defaults_are_vllms():
         ("logit_bias", {1: 100.5}),
         ("logit_bias", [1, 2]),
         ("logit_bias", 3),
+        ("structured_outputs", {"regex": "a"}),
+        ("structured_outputs", "a"),
+        ("logits_processors", print),
+        ("logits_processors", ["print"]),
         ("spaces_between_special_tokens", 0),
         ("output_kind", 1),
         ("output_kind", "DELTA"),
@@ -121,7 +125,7 @@ def test_bad_value_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["best_of", "beam_width", "guided_json", "logits_processors", "tempreature"])
+@pytest.mark.parametrize("name", ["best_of", "beam_width", "guided_json", "guided_regex", "tempreature"])
 def test_parameter_that_is_not_supported_is_refused_by_name(name):
     """Accepted and ignored would be a wrong answer in silence."""
     with pytest.raises(TypeError, match=name):

@@ -461,6 +461,7 @@ mixtures = st.fixed_dictionaries(
         "allowed_token_ids": st.lists(ids, min_size=12, max_size=60, unique=True),
         "logit_bias": st.dictionaries(ids, st.floats(-100, 100), max_size=8),
         "logprobs": st.integers(0, 20),
+        "logits_processors": st.just([lambda token_ids, logits: logits.roll(len(token_ids))]),
         "n": st.integers(1, 3),
     },
 )

@@ -1,0 +1,187 @@
+"""Rows that the host has a say in: a grammar, or functions of the user's, decide by the tokens so far.
+
+    CPU   | plan 2 | land 1, masks 2 | plan 3 | land 2, masks 3 |
+    GPU   | step 1, sampled | forward 2          | sample 2 | forward 3 ...
+
+The forward pass of step N+1 needs no mask and is launched before N has landed, as always. Its sampling is held back
+until then. What is kept here of an answer grows by landed tokens that count, in their order, and by nothing else: so
+preemption, a stop that is seen late and any depth change nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.buffers import Masks
+from cbatch.errors import CBatchError
+from cbatch.grammar import Grammars
+from cbatch.request import RequestHandle
+from cbatch.sampler import HELD, Edit, bit_mask
+from cbatch.sampling_params import SamplingParams, num_arguments
+from cbatch.scheduler.plan import Landed, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+_BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+class HeldRow:
+    """One answer of this kind: its tokens so far, and what decides about the next."""
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        matcher: LLMatcher | None,
+        *,
+        eos_token_ids: Sequence[int],
+        stop_ids: Sequence[int],  # end the answer, and cannot come before min_tokens others have
+        bad_word_ids: Sequence[Sequence[int]],
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.token_ids: list[int] = []
+        self.matcher = matcher
+        self.may_hang = params.structured_outputs is not None and params.structured_outputs.grammar is not None
+        self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._min_tokens = params.min_tokens
+        self._bad_word_ids = bad_word_ids
+        self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
+        self._stops = bit_mask(stop_ids) if stop_ids and params.min_tokens else None
+        self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
+
+    def accept(self, token: int) -> None:
+        """One more token. Raises ValueError if the grammar does not have it here."""
+        self.token_ids.append(token)
+        if self.matcher is None or self._has_ended:
+            return
+        if token in self._eos_token_ids:
+            self._has_ended = True
+        elif not self.matcher.consume_token(token):
+            raise ValueError(f"token {token} is not in the grammar here: {self.matcher.get_error().splitlines()[0]}")
+
+    def narrow(self, mask: NDArray[np.int32]) -> None:
+        """Leave in a grammar's mask ``[words]`` what the other parameters allow. Raises ValueError if that is nothing.
+
+        An end of sequence stays where it is all that the grammar allows, even before ``min_tokens``.
+        """
+        assert self.matcher is not None
+        if self._has_ended:
+            _only(mask, bit_mask(list(self._eos_token_ids)))
+        elif self.matcher.is_error():
+            raise ValueError(self.matcher.get_error().splitlines()[0])
+        if self._allowed is not None:
+            mask[: self._allowed.size] &= self._allowed
+            mask[self._allowed.size :] = 0
+        for word in self._bad_word_ids:
+            if len(word) == 1 or tuple(self.token_ids[1 - len(word) :]) == tuple(word[:-1]):
+                mask[word[-1] // 32] &= ~_BITS[word[-1] % 32]
+        if self._stops is not None and len(self.token_ids) < self._min_tokens:
+            size = self._stops.size
+            if mask[size:].any() or (mask[:size] & ~self._stops).any():
+                mask[:size] &= ~self._stops
+        if not mask.any():
+            raise ValueError("no token that the grammar allows here is left by allowed_token_ids and bad_words")
+
+
+def _only(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> None:
+    mask[:] = 0
+    mask[: bits.size] = bits
+
+
+class Held:
+    """Takes landed tokens in, and prepares the second half of a step. Everything here runs on the engine's thread."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+
+    def accept(self, landed: Landed) -> None:
+        """The tokens of a step some row of which is held."""
+        for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
+            if sequence.flags & HELD and not sequence.payload.finished:
+                try:
+                    sequence.payload.held.accept(token)
+                except ValueError as error:
+                    _fail(sequence.payload, f"structured_outputs: {error}")
+
+    def prepare(self, plan: StepPlan, area: Masks) -> tuple[int, list[Edit]]:
+        """Write the masks of a step before which everything has landed; how many, and the changes of its logits.
+
+        A row of a sequence that has ended meanwhile, or whose request failed, gets nothing: its token will be dropped.
+        """
+        rows: list[tuple[RequestHandle, int]] = []
+        edits: list[Edit] = []
+        columns = plan.sequences.tolist(), plan.epochs.tolist(), plan.slots.tolist()
+        for row, (sequence, epoch, slot) in enumerate(zip(*columns, strict=True)):
+            if not sequence.flags & HELD or sequence.epoch != epoch or sequence.payload.finished:
+                continue
+            handle: RequestHandle = sequence.payload
+            if handle.held.matcher is not None:
+                rows.append((handle, slot))
+            if handle.held.processors:
+                edits.append((row, partial(_process, handle)))
+        return (self._write_masks(rows, area) if rows else 0), edits
+
+    def _write_masks(self, rows: list[tuple[RequestHandle, int]], area: Masks) -> int:
+        """The masks of the rows that have one, without gaps."""
+        masks, num_words = area.masks, self._grammars.num_words
+        if num_words != self._num_words:  # the tokenizer has more tokens than the model
+            masks = np.empty((len(rows), num_words), np.int32)
+        numbered = [(handle.held, i) for i, (handle, _) in enumerate(rows)]
+        self._grammars.fill([(held.matcher, i) for held, i in numbered if not held.may_hang], masks)
+        count = 0
+        for i, (handle, slot) in enumerate(rows):
+            mask = masks[i, : self._num_words]
+            try:
+                if handle.held.may_hang:
+                    self._grammars.fill_in_time(handle.held.matcher, masks[i])
+                handle.held.narrow(mask)
+            except ValueError as error:
+                _fail(handle, f"structured_outputs: {error}")
+                continue
+            area.slots[count] = slot
+            if masks is not area.masks or count < i:
+                area.masks[count] = mask
+            count += 1
+        return count
+
+
+def _process(handle: RequestHandle, row: Tensor) -> None:
+    """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
+    held: HeldRow = handle.held
+    logits: Any = row.to(torch.float32, copy=True)  # to be changed as they please: ``row`` is whole until they are done
+    for number, (processor, count) in enumerate(held.processors):
+        arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
+        try:
+            logits = _checked(processor(*arguments, logits), row)
+        except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
+            _fail(handle, f"logits_processors[{number}] failed: {type(cause).__name__}: {cause}", cause)
+            return
+    row.copy_(logits)
+
+
+def _checked(logits: Any, row: Tensor) -> Tensor:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"it returned a {type(logits).__name__}, not a tensor")
+    if logits.shape != row.shape or not logits.is_floating_point() or logits.device != row.device:
+        raise ValueError(
+            f"it returned {logits.dtype} {list(logits.shape)} on {logits.device}, not floats {list(row.shape)} on "
+            f"{row.device}"
+        )
+    return logits
+
+
+def _fail(handle: RequestHandle, message: str, cause: BaseException | None = None) -> None:
+    error = CBatchError(f"request {handle.request_id}: {message}")
+    error.__cause__ = cause
+    handle.fail(error, aborted=True)
