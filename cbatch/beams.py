@@ -7,6 +7,7 @@ aborted. Meanwhile other requests go on as usual.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -158,7 +159,10 @@ class _Group:
         self._beams = [handle.sequence]
         self._records: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None]
         self._epochs = [0]  # of their stays in the slots in which they have landed and pause
-        scheduler.add(handle.sequence)
+        # Beams to come take their places right behind the first one: before whoever came later, and never twice.
+        most_steps = handle.sequence.max_len - len(handle.prompt)
+        scheduler.add(handle.sequence, num_followers=handle.beam_params.beam_width * most_steps)
+        self._arrivals = itertools.count(handle.sequence.arrival + 1)
 
     @property
     def is_complete(self) -> bool:
@@ -214,6 +218,7 @@ class _Group:
         root = self.handle.sequence
         known = np.concatenate([self.handle.prompt, np.array(tokens, np.int32)])
         child = beam_sequence(self.handle, known, root.max_len, root.priority, root.cache_salt)
+        child.arrival = next(self._arrivals)
         if not (self._pauses(parent) and self._scheduler.fork(self._beams[parent], child)):
             self._scheduler.add(child)
         return child

@@ -59,7 +59,7 @@ class CompletionOutput:
     ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
     end-of-sequence token.
 
-    ``score`` is a beam's, by which the answers of a beam search are ordered.
+    ``score`` is a beam's, by which the answers of a beam search are ordered; these have a ``cumulative_logprob``, too.
     """
 
     index: int

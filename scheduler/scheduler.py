@@ -152,11 +152,16 @@ class Scheduler:
         """Whether a step can be planned, now or after what is in flight has landed."""
         return self.num_waiting > 0 or self.num_running > 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. The caller has made sure that it fits into an empty pool."""
+    def add(self, sequence: Sequence, num_followers: int = 0) -> None:
+        """Queue a new sequence. The caller has made sure that it fits into an empty pool.
+
+        So many others may follow it, in its place among those that arrive: who is given its ``arrival`` plus 1 to
+        ``num_followers``, each once.
+        """
         assert 0 < sequence.num_prompt_tokens < sequence.max_len <= self.max_model_len
         assert self.blocks_for(sequence.max_len - 1) <= self.blocks.num_usable
         self._give_rank(sequence)
+        self._num_arrivals += num_followers
         self._waiting.add(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
@@ -195,10 +200,12 @@ class Scheduler:
 
     def _give_rank(self, sequence: Sequence) -> None:
         assert abs(sequence.priority) <= MAX_PRIORITY
-        sequence.arrival = sequence.rank = self._num_arrivals
+        if sequence.arrival < 0:
+            sequence.arrival = self._num_arrivals
+            self._num_arrivals += 1
+        sequence.rank = sequence.arrival
         if self.policy == "priority":
             sequence.rank += sequence.priority << ARRIVAL_BITS
-        self._num_arrivals += 1
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence wherever it is, in constant time. Its rows in flight will be dropped."""

@@ -239,7 +239,7 @@ def test_deadline_and_full_queue(model: nn.Module) -> None:
 
 def test_max_model_len_is_a_limit(model: nn.Module) -> None:
     with start(model, max_model_len=16) as engine:
-        output = engine.submit_beam_search(PROMPTS[1], BeamSearchParams(3, 50, ignore_eos=True)).result(30)
+        output = engine.submit_beam_search(PROMPTS[1], BeamSearchParams(3, 10**18, ignore_eos=True)).result(30)
         check(output.outputs, generated(model, PROMPTS[1], BeamSearchParams(3, 6, ignore_eos=True)))
         with pytest.raises(PromptTooLongError, match="16 prompt tokens, but max_model_len is 16"):
             engine.submit_beam_search([1] * 16, BeamSearchParams(3, 50))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cbatch.scheduler.sequence import Sequence, Status
-from tests.scheduler.driver import VOCAB, Driver, make, solo
+from tests.scheduler.driver import VOCAB, Driver, Result, make, solo
 
 PROMPT = list(range(10, 20))  # two blocks of four and a half
 
@@ -74,15 +75,43 @@ def test_preempted_while_it_pauses_or_its_token_is_in_flight() -> None:
         driver.run()
 
 
+def test_followers_go_before_who_came_later() -> None:
+    """A beam that was preempted, or is started anew, does not wait behind all that arrived since the first one."""
+    driver = Driver(make(max_num_seqs=2), 1)
+    beam = Sequence(np.array(PROMPT, np.int32), 40, pauses=True, payload=Result())
+    driver.scheduler.add(beam, num_followers=3)
+    driver.results[beam.arrival] = beam.payload  # type: ignore[assignment]
+    later = [driver.add([i], 8) for i in range(3)]
+    while not beam.payload.tokens:  # type: ignore[attr-defined]
+        driver.step()
+    driver.scheduler.abort(beam)
+    known = [*PROMPT, 5]
+    followers = [Sequence(np.array(known, np.int32), 20, payload=Result()) for _ in range(2)]
+    for i, follower in enumerate(followers):
+        follower.arrival = beam.arrival + 1 + i
+        driver.scheduler.add(follower)
+    assert [s.rank for s in (beam, *followers, *later)] == [0, 1, 2, 4, 5, 6]
+    driver.step()
+    assert followers[0].slot >= 0 and later[2].status is Status.WAITING
+    driver.run()
+    assert [f.payload.tokens for f in followers] == [solo(known, 20)] * 2  # type: ignore[attr-defined]
+
+
 @caching
-@pytest.mark.parametrize("num_blocks", [20, 60])
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(20, 0), (60, 0), (20, 12)])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, prefix_caching: bool) -> None:
-    """Groups that branch, are preempted and started anew, beside ordinary sequences; checked after every call."""
+def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, num_host_blocks: int, prefix_caching: bool) -> None:
+    """Groups that branch, are preempted and started anew, beside ordinary sequences; checked after every call.
+
+    With room on the host, what was preempted comes back from there.
+    """
     rng = random.Random(seed)
     depth = rng.choice([1, 2, 3])
-    driver = Driver(make(num_blocks=num_blocks, prefix_caching=prefix_caching, max_num_batched_tokens=12), depth)
+    options = {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "prefix_caching": prefix_caching}
+    driver = Driver(make(max_num_batched_tokens=12, **options), depth)
     s = driver.scheduler
+    if s.swap is not None:
+        s.swap.ms_per_token = 1.0  # and copies cost nothing
     plain = [driver.add([rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], 40) for _ in range(6)]
     groups: list[list[tuple[Sequence, list[int]]]] = []
     for _ in range(2):
@@ -137,3 +166,4 @@ def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, prefix_caching
     assert rounds == [13, 13] and not s.has_work
     assert [p.payload.tokens for p in plain] == [solo(p.token_ids[: p.num_prompt_tokens].tolist(), 40) for p in plain]
     assert s.blocks.num_free == s.blocks.num_usable
+    assert s.swap is None or s.swap.num_free == num_host_blocks
