@@ -362,6 +362,10 @@ def line(run: dict[str, Any]) -> str:
     )
 
 
+MEMORY = ("peak_mib", "reserved_mib", "fragmentation_mib")
+COLUMNS = ("GPU active", "peak MiB", "reserved", "fragmentation")
+
+
 def markdown(runs: list[dict[str, Any]]) -> str:
     """A table for each shape and batch: a row a rung, a column a number of tokens."""
     ups = speed_ups(runs)
