@@ -22,7 +22,7 @@ from cbatch.interleave.lanes import CudaLanes
 from tests.interleave.conftest import Make, expected, prompts
 
 pytestmark = pytest.mark.gpu
-SPIN = 4_000_000  # cycles: about 2 ms, where a step of these models takes 1 ms to launch and 0.2 to replay
+SPIN = 4_000_000  # cycles: about 2 ms
 WAYS: list[dict[str, Any]] = [
     {"cache": "static"},
     {"cache": "dynamic"},
@@ -76,7 +76,7 @@ def test_delays_in_any_place_change_no_token(tiny: Make, options: dict[str, Any]
         if (roll := dice.random()) < 0.3:
             torch.cuda._sleep(SPIN)
         elif roll < 0.5:
-            pinned.copy_(large, non_blocking=True)  # some 1.2 ms in front of the row
+            pinned.copy_(large, non_blocking=True)  # in front of the row
 
     made = InterleavedGenerator(model, **options)
     around(made, late, late)
