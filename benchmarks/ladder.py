@@ -362,6 +362,10 @@ def line(run: dict[str, Any]) -> str:
     )
 
 
+MEMORY = ("peak_mib", "reserved_mib", "fragmentation_mib")
+COLUMNS = ("GPU active", "peak MiB", "reserved", "fragmentation")
+
+
 def markdown(runs: list[dict[str, Any]]) -> str:
     """A table for each shape and batch: a row a rung, a column a number of tokens."""
     ups = speed_ups(runs)
@@ -373,8 +377,10 @@ def markdown(runs: list[dict[str, Any]]) -> str:
             f"{shape}, batch {batch}, {chosen[0]['input_len']} tokens in, {chosen[0]['dtype']}; tokens/s and times the "
             "first rung:",
             "",
-            "| rung | " + " | ".join(f"{count} tokens" for count in counts) + " | GPU active | peak | fragmentation |",
-            "|---|" + "---|" * (len(counts) + 3),
+            "| rung | "
+            + " | ".join(f"{count} tokens" for count in counts)
+            + " | GPU active | peak MiB | reserved | fragmentation |",
+            "|---|" + "---|" * (len(counts) + 4),
         ]
         for name, rung in RUNGS.items():
             row = {run["new_tokens"]: run for run in chosen if run["rung"] == name}
@@ -389,16 +395,39 @@ def markdown(runs: list[dict[str, Any]]) -> str:
                 for n in counts
             ]
             last = row[max(row)]
-            memory = (
-                [f"{last['peak_mib']:,.0f} MiB", f"{last['fragmentation_mib']:,.0f} MiB"]
-                if "peak_mib" in last
-                else ["", ""]
-            )
+            memory = [
+                f"{last[name]:,.0f}" if name in last else ""
+                for name in ("peak_mib", "reserved_mib", "fragmentation_mib")
+            ]
             active = f"{last['activity_pct']:.1f}%" if "activity_pct" in last else ""
             title = f"*beside: {rung.title}*" if rung.beside else rung.title
             lines.append("| " + " | ".join([title, *cells, active, *memory]) + " |")
-        parts.append("\n".join(lines) + "\n")
+        parts.append("\n".join([*lines, *worth(chosen)]) + "\n")
     return "\n".join(parts)
+
+
+PAIRS = {  # what a rung is worth over another
+    ("static", "kv-cache"): "StaticCache over a KV cache that grows",
+    ("interleaved", "compile-static"): "two streams and one graph over torch.compile and StaticCache",
+    ("interleaved", "one-stream"): "of that, the second stream alone",
+    ("engine", "interleaved"): "the engine over two streams",
+}
+
+
+def worth(runs: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: rates over each other, by numbers of tokens, where both were measured."""
+    rates = {(run["rung"], run["new_tokens"]): run["tokens_per_s"] for run in runs}
+    counts = sorted({run["new_tokens"] for run in runs})
+    found = []
+    for (upper, lower), what in PAIRS.items():
+        ratios = [
+            f"×{rates[upper, n] / rates[lower, n]:.2f} ({n} tokens)"
+            for n in counts
+            if {(upper, n), (lower, n)} <= rates.keys()
+        ]
+        if ratios:
+            found.append(f"- {what}: {', '.join(ratios)}")
+    return ["", *found] if found else []
 
 
 def plot(runs: list[dict[str, Any]], out: Path) -> None:

@@ -228,9 +228,12 @@ def test_the_table_of_the_ladder_says_how_many_times_the_first_rung():
 
     runs = climbed({"no-cache": 1, "interleaved": 7.5, "engine": 12, "one-stream": 6})
     lines = ladder.markdown(runs[:-1]).splitlines()
-    assert "| no KV cache | 10 (×1.00) | 10 (×1.00) | 55.0% | 300 MiB | 50 MiB |" in lines
-    assert "| cbatch's engine | 960 (×12.00) | 960 (×12.00) | 55.0% | 300 MiB | 50 MiB |" in lines
-    assert "| *beside: interleaved, but one stream* | 480 (×6.00) |  | 55.0% | 300 MiB | 50 MiB |" in lines
+    assert "| no KV cache | 10 (×1.00) | 10 (×1.00) | 55.0% | 300 | 350 | 50 |" in lines
+    assert "| cbatch's engine | 960 (×12.00) | 960 (×12.00) | 55.0% | 300 | 350 | 50 |" in lines
+    assert "| *beside: interleaved, but one stream* | 480 (×6.00) |  | 55.0% | 300 | 350 | 50 |" in lines
+    assert "- of that, the second stream alone: ×1.25 (50 tokens), ×1.25 (100 tokens)" in lines
+    assert "- the engine over two streams: ×1.60 (50 tokens), ×1.60 (100 tokens)" in lines
+    assert not [line for line in lines if "StaticCache over" in line], "which were not measured"
     ups = ladder.speed_ups(climbed({"one-stream": 1, "static": 2, "interleaved": 3}))
     assert sorted(set(ups.values())) == [0.5, 1.0, 1.5], "what is beside the ladder is no first rung"
 

@@ -39,9 +39,9 @@ class InterleavedGenerator:
         num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each one more lets the host
             run one token further ahead, and computes one more in vain at a stop. On the CPU there is one lane, which
             ``num_lanes`` and one line in the log say.
-        compile: launch a step as one CUDA graph. ``"cudagraphs"``: of the model's own kernels, ready in a second;
-            ``True``: of what torch.compile makes of the model, after a minute or more. On the CPU, ``True`` is
-            torch.compile alone. The graph, and its cache, are kept for the next call that they fit.
+        compile: launch a step as one CUDA graph. ``"cudagraphs"``: of the model's own kernels; ``True``: of what
+            torch.compile makes of the model, which the first call waits for, and each of another size may. On the CPU,
+            ``True`` is torch.compile alone. The graph, and its cache, are kept for the next call that they fit.
         cache: ``"static"``: all positions of the call are allocated at its start. ``"dynamic"``: the cache grows.
 
     After each call, ``num_steps`` is the number of forward passes it made, ``num_wasted_steps`` how many of them came

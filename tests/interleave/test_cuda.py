@@ -22,7 +22,7 @@ from cbatch.interleave.lanes import CudaLanes
 from tests.interleave.conftest import Make, expected, prompts
 
 pytestmark = pytest.mark.gpu
-SPIN = 4_000_000  # cycles: about 2 ms, where a step of these models takes 1 ms to launch and 0.2 to replay
+SPIN = 4_000_000  # cycles: about 2 ms
 WAYS: list[dict[str, Any]] = [
     {"cache": "static"},
     {"cache": "dynamic"},
@@ -76,7 +76,7 @@ def test_delays_in_any_place_change_no_token(tiny: Make, options: dict[str, Any]
         if (roll := dice.random()) < 0.3:
             torch.cuda._sleep(SPIN)
         elif roll < 0.5:
-            pinned.copy_(large, non_blocking=True)  # some 1.2 ms in front of the row
+            pinned.copy_(large, non_blocking=True)  # in front of the row
 
     made = InterleavedGenerator(model, **options)
     around(made, late, late)
@@ -182,7 +182,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])
 def test_nothing_in_the_loop_waits_but_the_read_of_the_token_before(
     tiny: Make, family: str, options: dict[str, Any]
 ) -> None:
@@ -256,14 +256,13 @@ def test_graphs_equal_transformers(tiny: Make, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # inductor's imports warn
 def test_compiled_steps_equal_transformers(tiny: Make) -> None:
-    for family in ("gpt2", "llama"):
-        model = tiny(family, "cuda")
-        made = InterleavedGenerator(model, compile=True)
-        ids, mask = prompts("cuda")
-        for _ in range(2):
-            assert made.generate(ids, mask, 20).tolist() == expected(model, ids, mask, 20).tolist()
-        with no_waiting_from_token_1(made):
-            made.generate(ids, mask, 20)
+    model = tiny("llama", "cuda")
+    made = InterleavedGenerator(model, compile=True)
+    ids, mask = prompts("cuda")
+    for _ in range(2):
+        assert made.generate(ids, mask, 20).tolist() == expected(model, ids, mask, 20).tolist()
+    with no_waiting_from_token_1(made):
+        made.generate(ids, mask, 20)
 
 
 def test_a_captured_draw_follows_the_seed(tiny: Make) -> None:
