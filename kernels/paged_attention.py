@@ -60,11 +60,10 @@ RESIDENT_PROGRAMS = {64: 4, 128: 3, 256: 3}  # a multiprocessor
 PREFILL = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
 # On cards without 227 KiB of shared memory.
 PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
-# A step of few prompt tokens behind a long context has few tiles: a chunk beside those who decode is one of 64 queries,
-# 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So its tiles are smaller,
-# and their keys are split over programs, as decode splits its rows; two programs share a multiprocessor.
-PREFILL_SPLIT = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)}
-PROGRAMS_FOR_SPLITS = 2  # a multiprocessor
+# A step of few prompt tokens behind a long context has few tiles: a chunk beside those who decode is one of 128
+# queries, 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So there a tile has
+# fewer queries, for all heads that share the keys, and the keys are split over programs, as decode splits its rows.
+PROGRAMS_FOR_SPLITS = {64: 2, 128: 1, 256: 1}  # a multiprocessor, by the larger padded head size: what is resident
 MIN_PREFILL_SPLIT = 512  # keys that a split of a tile should have
 # IEEE float32 dots become one unrolled FMA a product: tiles of 64 x 64 would take minutes to compile.
 PREFILL_FLOAT32 = (32, 32, 4, 2)
@@ -592,9 +591,9 @@ def _prefill_kernel(
     k_cache,
     v_cache,
     out,
-    partial_out,  # SPLIT: [most_items, NUM_HEADS, BLOCK_M, V_DIM] float32
-    partial_lse,  # [most_items, NUM_HEADS, BLOCK_M] float32, log2 units
-    counters,  # [most_items, NUM_HEADS] int32: splits of a tile that have arrived. Zero before and after
+    partial_out,  # SPLIT: [most_items, heads of the grid, BLOCK_M, V_DIM] float32
+    partial_lse,  # [most_items, heads of the grid, BLOCK_M] float32, log2 units
+    counters,  # [most_items, heads of the grid] int32: splits of a tile that have arrived. Zero before and after
     most_items,  # of tiles and their splits, where there are splits
     sinks,
     block_tables,
@@ -626,11 +625,14 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PACK: tl.constexpr,  # lines of a tile that each query has: 1, or those of all heads that share a KV head, padded
     SPLIT: tl.constexpr,  # whether the keys of a tile may be split
     MIN_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N
     PDL: tl.constexpr,
 ):
     """One program: some tiles of BLOCK_M queries of one row, for one head; or splits of tiles.
+
+    With PACK, a tile has BLOCK_M / PACK queries, each for all heads of one KV head, and the grid is over KV heads.
 
     The grid has tiles for the step's tokens and a few rows' broken ends; in a step of very many short prompts a program
     takes several. Tiles go by row, and in a row from last to first: the last reads the most keys.
@@ -641,11 +643,18 @@ def _prefill_kernel(
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
         gdc_wait()
+    GROUP_SIZE: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    BLOCK_Q: tl.constexpr = BLOCK_M // PACK
+    lines = tl.arange(0, BLOCK_M)
     head = tl.program_id(0)
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    kv_head = head // GROUP_SIZE
+    heads = head
+    if PACK > 1:
+        kv_head = head
+        heads = kv_head * GROUP_SIZE + lines % PACK
     all_tiles = 0
     for base in range(0, num_rows, ROWS):
-        all_tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_M))
+        all_tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_Q))
     most_splits = 1
     if SPLIT:
         most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
@@ -661,28 +670,31 @@ def _prefill_kernel(
         place = tile
         for base in range(0, num_rows, ROWS):
             rows = base + tl.arange(0, ROWS)
-            tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_M)
+            tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_Q)
             before = (end_tile + tl.cumsum(tiles) <= place) & (rows < num_rows)
             row += tl.sum(before.to(tl.int32))
             tile -= tl.sum(tl.where(before, tiles, 0))
             end_tile += tl.sum(tiles)
-        tile = _num_query_tiles(row, num_rows, cu_seqlens_q, BLOCK_M) - 1 - tile
+        tile = _num_query_tiles(row, num_rows, cu_seqlens_q, BLOCK_Q) - 1 - tile
         token_start = tl.load(cu_seqlens_q + row)
         query_len = tl.load(cu_seqlens_q + row + 1) - token_start
         context_len = tl.load(context_lens + row)
         slot = tl.load(row_slots + row).to(tl.int64)
-        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        queries = tile * BLOCK_Q + lines // PACK
         tokens = (token_start + queries).to(tl.int64)
+        is_line = queries < query_len
+        q_lines = tokens * q_token_stride + heads * q_head_stride
+        out_lines = tokens * NUM_HEADS + heads
+        if GROUP_SIZE % PACK != 0:
+            is_line = is_line & (lines % PACK < GROUP_SIZE)
         k_dims = tl.arange(0, K_PADDED)
         query = tl.load(
-            q + tokens[:, None] * q_token_stride + head * q_head_stride + k_dims[None, :],
-            mask=(queries < query_len)[:, None] & (k_dims < K_DIM)[None, :],
-            other=0.0,
+            q + q_lines[:, None] + k_dims[None, :], mask=is_line[:, None] & (k_dims < K_DIM)[None, :], other=0.0
         )
         top = tl.full((BLOCK_M,), -1e30, tl.float32)
         total = tl.full((BLOCK_M,), 0.0, tl.float32)
         if HAS_SINKS:  # a column without a value: the first split's
-            sink = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2E)
+            sink = tl.maximum(top, tl.load(sinks + tl.where(is_line, heads, 0)).to(tl.float32) * LOG2E)
             if SPLIT:
                 top = tl.where(split == 0, sink, top)
                 total = tl.where(split == 0, total + 1.0, total)
@@ -694,14 +706,14 @@ def _prefill_kernel(
         # Up to full_start the window hides some keys from some queries, from there to full_end every query sees every
         # key, and behind that some keys lie in some queries' future. Most of a long row is in the middle, which needs
         # neither masks nor bounds: 610 instructions a tile of 128 keys where the others take 1,016 (SASS, size 128).
-        past = context_len - query_len + tile * BLOCK_M  # tokens before the tile's first query
-        end = tl.minimum(context_len, past + BLOCK_M)
+        past = context_len - query_len + tile * BLOCK_Q  # tokens before the tile's first query
+        end = tl.minimum(context_len, past + BLOCK_Q)
         start = 0
         full_start = 0
         full_end = tl.maximum(past + 1, 0) // BLOCK_N * BLOCK_N
         if HAS_WINDOW:
             start = tl.maximum(past - window + 1, 0) // BLOCK_N * BLOCK_N
-            full_start = tl.cdiv(tl.maximum(past + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
+            full_start = tl.cdiv(tl.maximum(past + BLOCK_Q - window, 0), BLOCK_N) * BLOCK_N
             full_end = tl.maximum(full_end, start)
             full_start = tl.minimum(full_start, full_end)
         num_splits = 1
@@ -720,7 +732,7 @@ def _prefill_kernel(
                     total,
                     acc,
                     query,
-                    past + tl.arange(0, BLOCK_M),
+                    past + lines // PACK,
                     k_cache + kv_head * k_head_stride,
                     v_cache + kv_head * v_head_stride,
                     block_tables + slot * table_stride,
@@ -749,30 +761,29 @@ def _prefill_kernel(
         total = tl.maximum(total, 1e-20)
         acc = acc / total[:, None]
         v_dims = tl.arange(0, V_PADDED)
-        at = out + (tokens[:, None] * NUM_HEADS + head) * V_DIM + v_dims[None, :]
-        mask = (queries < query_len)[:, None] & (v_dims < V_DIM)[None, :]
+        at = out + out_lines[:, None] * V_DIM + v_dims[None, :]
+        mask = is_line[:, None] & (v_dims < V_DIM)[None, :]
         if SPLIT:
             if num_splits == 1:
                 if split == 0:
                     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
             else:
                 if split < num_splits:  # what follows is as in _decode_kernel
-                    first = ((place * most_splits).to(tl.int64) * NUM_HEADS + head) * BLOCK_M
-                    lines = first + split * NUM_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+                    stride = tl.num_programs(0) * BLOCK_M
+                    first = (place * most_splits).to(tl.int64) * stride + head * BLOCK_M
+                    own = first + split * stride + lines
                     lse = top + tl.log2(total)
-                    tl.store(
-                        partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=(v_dims < V_DIM)[None, :]
-                    )
-                    tl.store(partial_lse + lines, lse)
+                    tl.store(partial_out + own[:, None] * V_DIM + v_dims[None, :], acc, mask=(v_dims < V_DIM)[None, :])
+                    tl.store(partial_lse + own, lse)
                     tl.debug_barrier()
-                    counter = counters + place * NUM_HEADS + head
+                    counter = counters + place * tl.num_programs(0) + head
                     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                         tl.store(counter, 0)
                         whole = _add_up_tile(
                             partial_out,
                             partial_lse,
                             first,
-                            NUM_HEADS * BLOCK_M,
+                            stride,
                             num_splits,
                             V_DIM,
                             V_PADDED,
@@ -1018,20 +1029,27 @@ class TritonAttention:
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
-        most_items = PROGRAMS_FOR_SPLITS * self._num_multiprocessors // num_heads
-        tiles = PREFILL_FLOAT32 if q.element_size() == 4 else PREFILL_SPLIT[max(64, k_padded, v_padded)]
-        split = 2 * triton.cdiv(q.shape[0], tiles[0]) <= most_items and batch.max_context_len >= 2 * MIN_PREFILL_SPLIT
-        if q.element_size() == 2 and not split:
-            tiles = self._prefill_tiles[max(64, k_padded, v_padded)]
-        block_m, block_n, num_warps, num_stages = tiles
-        num_programs = q.shape[0] // block_m + min(num_rows, PREFILL_ROWS)
-        partials, counters = self._no_partials, self._no_counters
-        num_lines = most_items * num_heads * block_m if split else 0
+        size = max(64, k_padded, v_padded)
+        block_m, block_n, num_warps, num_stages = PREFILL_FLOAT32
+        if q.element_size() == 2:
+            block_m, block_n, num_warps, num_stages = self._prefill_tiles[size]
+        pack = triton.next_power_of_2(num_heads // num_kv_heads)
+        if pack > block_m // 4:
+            pack = 1
+        num_grid_heads = num_heads if pack == 1 else num_kv_heads
+        most_items = PROGRAMS_FOR_SPLITS[size] * self._num_multiprocessors // num_grid_heads
+        tiles_needed = triton.cdiv(q.shape[0] * pack, block_m)
+        split = 2 * tiles_needed <= most_items and batch.max_context_len >= 2 * MIN_PREFILL_SPLIT
+        partials, counters, num_lines = self._no_partials, self._no_counters, 0
         if split:
-            num_programs = max(num_programs, most_items)
+            num_lines = most_items * num_grid_heads * block_m
+            num_programs = max(tiles_needed + min(num_rows, PREFILL_ROWS), most_items)
             partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
-            counters = self._grown(self._counters, most_items * num_heads, torch.int32)
-        _prefill_kernel[(num_heads, num_programs)](
+            counters = self._grown(self._counters, most_items * num_grid_heads, torch.int32)
+        else:
+            pack, num_grid_heads = 1, num_heads
+            num_programs = q.shape[0] // block_m + min(num_rows, PREFILL_ROWS)
+        _prefill_kernel[(num_grid_heads, num_programs)](
             q,
             k_cache,
             v_cache,
@@ -1066,6 +1084,7 @@ class TritonAttention:
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
+            PACK=pack,
             SPLIT=split,
             MIN_SPLIT=MIN_PREFILL_SPLIT,
             num_warps=num_warps,

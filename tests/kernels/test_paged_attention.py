@@ -45,7 +45,7 @@ def short_splits(monkeypatch):
     monkeypatch.setattr(paged_attention, "FULL_SPLIT_LEN", 64)
     monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1000))
     monkeypatch.setattr(paged_attention, "MIN_PREFILL_SPLIT", 64)
-    monkeypatch.setattr(paged_attention, "PROGRAMS_FOR_SPLITS", 3)
+    monkeypatch.setattr(paged_attention, "PROGRAMS_FOR_SPLITS", dict.fromkeys((64, 128, 256), 3))
 
 
 def plan_of(backend, rows, window=0) -> list[list[int]]:
@@ -199,8 +199,12 @@ def test_splits_beside_prompts_and_padding(paged_step, assert_near, backend_on, 
         ([(1, 100), (1, 5), (33, 290)], {"head_dim": 24, "v_head_dim": 40}),
         ([(5, 200), (2, 2), (9, 130), (3, 64), (0, 0)], {"window": 70, "softcap": 2.0, "sinks": True}),
         ([(64, 300)], {"window": 150}),
+        ([(33, 130), (2, 200)], {"num_heads": 6, "num_kv_heads": 2}),
+        ([(5, 140)], {"num_heads": 3, "num_kv_heads": 3, "sinks": True}),
+        ([(6, 140)], {"num_heads": 5, "num_kv_heads": 1, "sinks": True}),
+        ([(3, 140)], {"num_heads": 20, "num_kv_heads": 1}),
     ],
-    ids=["one", "beside decodes", "several", "two tiles"],
+    ids=["one", "beside decodes", "several", "two tiles", "3 a KV head", "1", "5", "too many"],
 )
 def test_chunks_behind_long_contexts_are_split(
     paged_step, assert_near, backend_on, short_splits, device, dtype, rows, options
