@@ -4,8 +4,9 @@ A step that decodes alone takes ``base`` ms; each token of a prompt adds some, a
 
     ms = base + per_token * tokens + per_pair * pairs        pairs = tokens x context, over all chunks
 
-The base follows the steps that decode alone. The rest is a least-squares fit to the last 20 or so that do not, weighted
-by their age; so it is right about the sizes and contexts that occur now, though no GPU is linear over all of them.
+Tokens are counted as they are computed: padded to the step's size, and in attention to whole tiles of queries. The base
+follows the steps that decode alone. The rest is a least-squares fit to the last 20 or so that do not, weighted by their
+age; so it is right about the sizes and contexts that occur now, though no GPU is linear over all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ _OUTLIER = 4.0  # times its prediction: more of a step is taken for a hiccup (a 
 class Pace:
     """``note`` takes in a landed step, ``tokens`` says how many a prompt may have in the next."""
 
-    def __init__(self, target_ms: float, sizes: Sequence[int] = ()) -> None:
-        """``target_ms``: what a step with decodes may take. ``sizes``: numbers of tokens that steps are padded to."""
+    def __init__(self, target_ms: float, sizes: Sequence[int] = (), tile: int = 64) -> None:
+        """``target_ms``: what a step with decodes may take.
+
+        ``sizes``: numbers of tokens that steps are padded to, if they are. ``tile``: queries of a tile in attention.
+        """
         self.target_ms = target_ms
         self._sizes = sorted(sizes)
+        self._tile = tile
         self.base_ms: float | None = None
         self._num_notes = 0
         self._tt = self._tp = self._pp = self._t_ms = self._p_ms = 0.0  # decayed sums of products, for the fit
@@ -39,9 +44,9 @@ class Pace:
         if num_tokens == num_decodes:
             self.base_ms = ms if self.base_ms is None else self.base_ms + 0.1 * (ms - self.base_ms)
             return
-        # What is padded is computed, and its queries take a tile's room in attention too.
+        num_prefill = num_tokens - num_decodes
         tokens = float(self.padded(num_tokens) - num_decodes)
-        pairs = num_pairs * tokens / (num_tokens - num_decodes)
+        pairs = num_pairs / num_prefill * self._in_tiles(num_prefill)
         extra = max(ms - (self.base_ms or 0.0), 0.0)
         if self._num_notes > 4:
             extra = min(extra, _OUTLIER * self._extra(tokens, pairs))
@@ -55,18 +60,28 @@ class Pace:
 
     def tokens(self, num_decodes: int, context: int) -> int:
         """Most tokens of prompts, the first of which goes on behind ``context``, in a step with so many decodes."""
-        if not self._num_notes:
-            return self._filling(num_decodes, COLD_TOKENS)
         room = self.target_ms - (self.base_ms or 0.0)
-        cost = self._per_token + self._per_pair * context
-        return self._filling(num_decodes, int(room / cost) if room > 0 and cost > 0 else LEAST_TOKENS)
+        best = 0
+        for num_tokens in self._choices(num_decodes, room, context):
+            if self._num_notes:
+                extra = self._extra(num_tokens, self._in_tiles(num_tokens) * context)
+            else:
+                extra = 0.0 if num_tokens <= COLD_TOKENS else room + 1.0
+            if best and extra > room:
+                break
+            best = num_tokens
+        return best or LEAST_TOKENS
 
-    def _filling(self, num_decodes: int, num_tokens: int) -> int:
-        """So many tokens, or a few less, that they fill what is computed; at least the least."""
-        if not self._sizes:
-            return max(num_tokens, LEAST_TOKENS)
-        fitting = [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
-        return max((size for size in fitting if size <= num_tokens), default=min(fitting, default=LEAST_TOKENS))
+    def _choices(self, num_decodes: int, room: float, context: int) -> list[int]:
+        """Numbers of tokens to choose among, in order: those that fill a step's size; or else whole tiles."""
+        if self._sizes:
+            return [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
+        cost = self._per_token + self._per_pair * context
+        most = int(room / cost) if room > 0 and cost > 0 else COLD_TOKENS
+        return [LEAST_TOKENS, most // self._tile * self._tile] if most >= self._tile else [LEAST_TOKENS, most]
+
+    def _in_tiles(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._tile) * self._tile
 
     def _extra(self, tokens: float, pairs: float) -> float:
         return self._per_token * tokens + self._per_pair * pairs

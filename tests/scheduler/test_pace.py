@@ -123,7 +123,7 @@ def test_simulated_gpu_is_the_one_that_was_measured() -> None:
 
 
 def test_long_prompt_beside_32_requests_slows_neither_more_than_two_and_a_half_times() -> None:
-    ttft_ratio, itl_ratio, _ = beside(target_ms=10.5)
+    ttft_ratio, itl_ratio, _ = beside(target_ms=11.0)
     assert ttft_ratio <= 2.5 and itl_ratio <= 2.5
 
 
@@ -145,7 +145,7 @@ def test_steps_take_what_they_may_and_not_much_less(target_ms: float, sizes: lis
 
 def test_a_hiccup_is_forgotten_soon() -> None:
     """A kernel that is compiled within a step, or a host that was busy, takes a hundred times as long, once."""
-    ttft_ratio, itl_ratio, simulation = beside(10.5, hiccup_at=50)
+    ttft_ratio, itl_ratio, simulation = beside(11.0, hiccup_at=50)
     sizes, ms = simulation.steps[simulation.begin + 50]
     assert sizes.num_tokens > 32 and ms > 400
     assert ttft_ratio < 2.6 and itl_ratio < 2.5
@@ -182,7 +182,7 @@ def test_chunks_fill_what_is_computed_anyway(num_decodes: int) -> None:
 
 
 def test_fit_tells_tokens_from_pairs() -> None:
-    pace = Pace(20.0)
+    pace = Pace(20.0, tile=1)
     for i in range(40):
         tokens, context = 100 + 10 * (i % 3), 1000 * i
         pace.note(8, 8, 0, 4.0)
@@ -192,7 +192,7 @@ def test_fit_tells_tokens_from_pairs() -> None:
 
 
 def test_steps_that_are_all_alike_tell_of_their_sum() -> None:
-    pace = Pace(20.0)
+    pace = Pace(20.0, tile=1)
     for _ in range(30):
         pace.note(8, 108, 100 * 50, 14.0)
     assert pace.tokens(8, 50) == pytest.approx(100 * 20 / 14, abs=2)
