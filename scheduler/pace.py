@@ -16,7 +16,7 @@ from collections.abc import Sequence
 COLD_TOKENS = 256  # of the first chunk, before anything was measured
 LEAST_TOKENS = 32  # of any chunk: a prompt advances, though no step be fast enough
 _FORGET = 0.9  # weight of a step, each step later
-_OUTLIER = 4.0  # times its prediction: more of a step is taken for a hiccup (a kernel that is compiled, a busy host)
+_OUTLIER = 4.0  # times the target: more of a step is taken for a hiccup (a kernel that is compiled, a busy host)
 
 
 class Pace:
@@ -32,6 +32,7 @@ class Pace:
         self._tile = tile
         self.base_ms: float | None = None
         self._num_notes = 0
+        self._last_tokens = 0  # of a step's prompts
         self._tt = self._tp = self._pp = self._t_ms = self._p_ms = 0.0  # decayed sums of products, for the fit
         self._per_token = self._per_pair = 0.0
 
@@ -47,10 +48,11 @@ class Pace:
         num_prefill = num_tokens - num_decodes
         tokens = float(self.padded(num_tokens) - num_decodes)
         pairs = num_pairs / num_prefill * self._in_tiles(num_prefill)
-        extra = max(ms - (self.base_ms or 0.0), 0.0)
-        if self._num_notes > 4:
-            extra = min(extra, _OUTLIER * self._extra(tokens, pairs))
+        if self.base_ms is not None and ms < self.base_ms:  # of more decodes, or longer ones, than there are now
+            self.base_ms = ms
+        extra = min(ms - (self.base_ms or 0.0), _OUTLIER * max(self.target_ms, self._extra(tokens, pairs)))
         self._num_notes += 1
+        self._last_tokens = int(tokens)
         self._tt = _FORGET * self._tt + tokens * tokens
         self._tp = _FORGET * self._tp + tokens * pairs
         self._pp = _FORGET * self._pp + pairs * pairs
@@ -61,24 +63,25 @@ class Pace:
     def tokens(self, num_decodes: int, context: int) -> int:
         """Most tokens of prompts, the first of which goes on behind ``context``, in a step with so many decodes."""
         room = self.target_ms - (self.base_ms or 0.0)
+        most = max(2 * self._last_tokens, LEAST_TOKENS) if self._num_notes else COLD_TOKENS  # and no leap into the dark
         best = 0
-        for num_tokens in self._choices(num_decodes, room, context):
-            if self._num_notes:
-                extra = self._extra(num_tokens, self._in_tiles(num_tokens) * context)
-            else:
-                extra = 0.0 if num_tokens <= COLD_TOKENS else room + 1.0
-            if best and extra > room:
+        for num_tokens in self._choices(num_decodes, most, room, context):
+            extra = self._extra(num_tokens, self._in_tiles(num_tokens) * context)
+            if best and (num_tokens > most or extra > room):
                 break
             best = num_tokens
         return best or LEAST_TOKENS
 
-    def _choices(self, num_decodes: int, room: float, context: int) -> list[int]:
-        """Numbers of tokens to choose among, in order: those that fill a step's size; or else whole tiles."""
+    def _choices(self, num_decodes: int, most: int, room: float, context: int) -> list[int]:
+        """Numbers of tokens to choose among, in order: those that fill a step's size; else the most, in whole tiles."""
         if self._sizes:
             return [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
         cost = self._per_token + self._per_pair * context
-        most = int(room / cost) if room > 0 and cost > 0 else COLD_TOKENS
-        return [LEAST_TOKENS, most // self._tile * self._tile] if most >= self._tile else [LEAST_TOKENS, most]
+        if cost > 0:
+            most = min(most, int(max(room, 0.0) / cost))
+        if most >= self._tile:
+            most -= most % self._tile
+        return [LEAST_TOKENS, most] if most > LEAST_TOKENS else [LEAST_TOKENS]
 
     def _in_tiles(self, num_tokens: int) -> int:
         return -(-num_tokens // self._tile) * self._tile
