@@ -4,8 +4,9 @@ A step that decodes alone takes ``base`` ms; each token of a prompt adds some, a
 
     ms = base + per_token * tokens + per_pair * pairs        pairs = tokens x context, over all chunks
 
-The base follows the steps that decode alone. The rest is a least-squares fit to the last 20 or so that do not, weighted
-by their age; so it is right about the sizes and contexts that occur now, though no GPU is linear over all of them.
+Tokens are counted as they are computed: padded to the step's size, and in attention to whole tiles of queries. The base
+follows the steps that decode alone. The rest is a least-squares fit to the last 20 or so that do not, weighted by their
+age; so it is right about the sizes and contexts that occur now, though no GPU is linear over all of them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from collections.abc import Sequence
 COLD_TOKENS = 256  # of the first chunk, before anything was measured
 LEAST_TOKENS = 32  # of any chunk: a prompt advances, though no step be fast enough
 _FORGET = 0.9  # weight of a step, each step later
-_OUTLIER = 4.0  # times its prediction: more of a step is taken for a hiccup (a kernel that is compiled, a busy host)
+_OUTLIER = 4.0  # times the target: more of a step is taken for a hiccup (a kernel that is compiled, a busy host)
 
 
 class Pace:
     """``note`` takes in a landed step, ``tokens`` says how many a prompt may have in the next."""
 
-    def __init__(self, target_ms: float, sizes: Sequence[int] = ()) -> None:
-        """``target_ms``: what a step with decodes may take. ``sizes``: numbers of tokens that steps are padded to."""
+    def __init__(self, target_ms: float, sizes: Sequence[int] = (), tile: int = 64) -> None:
+        """``target_ms``: what a step with decodes may take.
+
+        ``sizes``: numbers of tokens that steps are padded to, if they are. ``tile``: queries of a tile in attention.
+        """
         self.target_ms = target_ms
         self._sizes = sorted(sizes)
+        self._tile = tile
         self.base_ms: float | None = None
         self._num_notes = 0
+        self._last_tokens = 0  # of a step's prompts
         self._tt = self._tp = self._pp = self._t_ms = self._p_ms = 0.0  # decayed sums of products, for the fit
         self._per_token = self._per_pair = 0.0
 
@@ -39,13 +45,14 @@ class Pace:
         if num_tokens == num_decodes:
             self.base_ms = ms if self.base_ms is None else self.base_ms + 0.1 * (ms - self.base_ms)
             return
-        # What is padded is computed, and its queries take a tile's room in attention too.
+        num_prefill = num_tokens - num_decodes
         tokens = float(self.padded(num_tokens) - num_decodes)
-        pairs = num_pairs * tokens / (num_tokens - num_decodes)
-        extra = max(ms - (self.base_ms or 0.0), 0.0)
-        if self._num_notes > 4:
-            extra = min(extra, _OUTLIER * self._extra(tokens, pairs))
+        pairs = num_pairs / num_prefill * self._in_tiles(num_prefill)
+        if self.base_ms is not None and ms < self.base_ms:  # of more decodes, or longer ones, than there are now
+            self.base_ms = ms
+        extra = min(ms - (self.base_ms or 0.0), _OUTLIER * max(self.target_ms, self._extra(tokens, pairs)))
         self._num_notes += 1
+        self._last_tokens = int(tokens)
         self._tt = _FORGET * self._tt + tokens * tokens
         self._tp = _FORGET * self._tp + tokens * pairs
         self._pp = _FORGET * self._pp + pairs * pairs
@@ -55,18 +62,29 @@ class Pace:
 
     def tokens(self, num_decodes: int, context: int) -> int:
         """Most tokens of prompts, the first of which goes on behind ``context``, in a step with so many decodes."""
-        if not self._num_notes:
-            return self._filling(num_decodes, COLD_TOKENS)
         room = self.target_ms - (self.base_ms or 0.0)
-        cost = self._per_token + self._per_pair * context
-        return self._filling(num_decodes, int(room / cost) if room > 0 and cost > 0 else LEAST_TOKENS)
+        most = max(2 * self._last_tokens, LEAST_TOKENS) if self._num_notes else COLD_TOKENS  # and no leap into the dark
+        best = 0
+        for num_tokens in self._choices(num_decodes, most, room, context):
+            extra = self._extra(num_tokens, self._in_tiles(num_tokens) * context)
+            if best and (num_tokens > most or extra > room):
+                break
+            best = num_tokens
+        return best or LEAST_TOKENS
 
-    def _filling(self, num_decodes: int, num_tokens: int) -> int:
-        """So many tokens, or a few less, that they fill what is computed; at least the least."""
-        if not self._sizes:
-            return max(num_tokens, LEAST_TOKENS)
-        fitting = [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
-        return max((size for size in fitting if size <= num_tokens), default=min(fitting, default=LEAST_TOKENS))
+    def _choices(self, num_decodes: int, most: int, room: float, context: int) -> list[int]:
+        """Numbers of tokens to choose among, in order: those that fill a step's size; else the most, in whole tiles."""
+        if self._sizes:
+            return [size - num_decodes for size in self._sizes if size - num_decodes >= LEAST_TOKENS]
+        cost = self._per_token + self._per_pair * context
+        if cost > 0:
+            most = min(most, int(max(room, 0.0) / cost))
+        if most >= self._tile:
+            most -= most % self._tile
+        return [LEAST_TOKENS, most] if most > LEAST_TOKENS else [LEAST_TOKENS]
+
+    def _in_tiles(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._tile) * self._tile
 
     def _extra(self, tokens: float, pairs: float) -> float:
         return self._per_token * tokens + self._per_pair * pairs

@@ -470,3 +470,12 @@ def test_answers_and_children_that_are_aborted_leave_nothing() -> None:
         assert [outputs[i].token_ids for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
         engine.submit(prompts()[3], params(4), "4").abort()
         at_rest(engine)
+
+
+def test_what_no_slot_can_use_is_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache, a pool beyond what all slots can hold would be of no use to anyone."""
+    page = 2 * 4 * 4  # keys and values of one number, blocks of 4, float32
+    monkeypatch.setattr("cbatch.memory.available_memory_bytes", lambda: int(5000 * page / 0.25 / 0.9) + page)
+    for caching, num_blocks in ((False, 3 * 32 + 1), (True, 5000)):
+        with Engine.from_model(CountingModel(), max_num_seqs=3, block_size=4, enable_prefix_caching=caching) as engine:
+            assert engine.config.num_blocks == num_blocks

@@ -368,6 +368,24 @@ def test_long_contexts_on_cuda(paged_step, assert_near, backend_on, window):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows",
+    [[(64, 20000)], [*[(1, 3000)] * 8, (100, 9000)], [(30, 5000), (2, 4100), (64, 700)]],
+    ids=["one tile", "beside decodes", "several"],
+)
+@pytest.mark.parametrize("window", [0, 4096])
+def test_split_chunks_have_the_same_bits_whoever_arrives_last(paged_step, assert_near, backend_on, rows, window):
+    """Few queries behind many keys, whose programs leave parts for the last one: 300 launches, all equal and right."""
+    options = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "dtype": torch.bfloat16}
+    step = paged_step(rows, device="cuda", window=window, **options)
+    backend = backend_on("cuda")
+    first = step.run(backend)
+    assert_near(first, step.expected())
+    for _ in range(300):
+        assert_same_bits(step.run(backend), first)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_rows, longest", [(1, 20000), (8, 3000), (40, 3000)])
 def test_splits_add_up_to_the_same_bits_whoever_arrives_last(paged_step, assert_near, backend_on, num_rows, longest):
     """A race of stores and counters would show here, if anywhere: 300 launches, all equal and all right."""

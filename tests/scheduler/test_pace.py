@@ -123,7 +123,7 @@ def test_simulated_gpu_is_the_one_that_was_measured() -> None:
 
 
 def test_long_prompt_beside_32_requests_slows_neither_more_than_two_and_a_half_times() -> None:
-    ttft_ratio, itl_ratio, _ = beside(target_ms=10.5)
+    ttft_ratio, itl_ratio, _ = beside(target_ms=11.0)
     assert ttft_ratio <= 2.5 and itl_ratio <= 2.5
 
 
@@ -145,7 +145,7 @@ def test_steps_take_what_they_may_and_not_much_less(target_ms: float, sizes: lis
 
 def test_a_hiccup_is_forgotten_soon() -> None:
     """A kernel that is compiled within a step, or a host that was busy, takes a hundred times as long, once."""
-    ttft_ratio, itl_ratio, simulation = beside(10.5, hiccup_at=50)
+    ttft_ratio, itl_ratio, simulation = beside(11.0, hiccup_at=50)
     sizes, ms = simulation.steps[simulation.begin + 50]
     assert sizes.num_tokens > 32 and ms > 400
     assert ttft_ratio < 2.6 and itl_ratio < 2.5
@@ -181,18 +181,45 @@ def test_chunks_fill_what_is_computed_anyway(num_decodes: int) -> None:
     assert pace.tokens(num_decodes, 0) >= LEAST_TOKENS
 
 
+@pytest.mark.parametrize("sizes", [SIZES, []], ids=["graphs", "eager"])
+def test_fewer_decodes_than_before_do_not_leave_a_prompt_the_least(sizes: list[int]) -> None:
+    """200 took 15 ms a step and ended; no step since then was without a prompt. Now 5 run, and 4 ms are theirs."""
+    pace = Pace(12.0, sizes)
+    for _ in range(20):
+        pace.note(200, 200, 0, 15.0)
+    given = []
+    for _ in range(30):
+        given.append(pace.tokens(5, 0))
+        pace.note(5, 5 + given[-1], 0, 4.0 + 0.02 * pace.padded(5 + given[-1]))
+    assert given[0] <= 256 and given[-1] >= 250
+
+
+@pytest.mark.parametrize("sizes", [SIZES, []], ids=["graphs", "eager"])
+def test_what_seems_to_cost_nothing_grows_by_steps(sizes: list[int]) -> None:
+    """Where a chunk is lost in the noise the fit sees no cost, and 8,192 tokens would be the answer: 150 ms."""
+    pace = Pace(12.0, sizes)
+    pace.note(5, 5, 0, 6.0)
+    for _ in range(10):
+        pace.note(5, 37, 0, 5.9)
+    assert pace.tokens(5, 0) <= 128
+    for _ in range(40):
+        given = pace.tokens(5, 0)
+        pace.note(5, 5 + given, 0, 5.0 + 0.02 * pace.padded(5 + given))
+    assert 200 <= given <= 400
+
+
 def test_fit_tells_tokens_from_pairs() -> None:
-    pace = Pace(20.0)
+    pace = Pace(20.0, tile=1)
     for i in range(40):
         tokens, context = 100 + 10 * (i % 3), 1000 * i
         pace.note(8, 8, 0, 4.0)
         pace.note(8, 8 + tokens, tokens * context, 4.0 + 0.02 * tokens + 1e-6 * tokens * context)
-    assert pace.tokens(8, 0) == pytest.approx(16 / 0.02, abs=2)
+    assert pace.tokens(8, 65_000) == pytest.approx(16 / 0.085, abs=2)
     assert pace.tokens(8, 80_000) == pytest.approx(16 / 0.1, abs=2)
 
 
 def test_steps_that_are_all_alike_tell_of_their_sum() -> None:
-    pace = Pace(20.0)
+    pace = Pace(20.0, tile=1)
     for _ in range(30):
         pace.note(8, 108, 100 * 50, 14.0)
     assert pace.tokens(8, 50) == pytest.approx(100 * 20 / 14, abs=2)

@@ -153,3 +153,36 @@ def test_nothing_is_kept_of_who_must_compute_every_token() -> None:
     assert sequence.swapped is None
     driver.run()
     assert sequence.payload.tokens == solo(PROMPT, 60)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_caching": True}, {"num_groups": 2, "windows": (6, 0)}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_pauses_comes_back_to_its_pause(depth: int, options: dict[str, Any]) -> None:
+    """A beam's token may be another than the sampled one: what went out knows nothing of it yet."""
+    driver = swapping(depth, **options)
+    windows = driver.scheduler.windows
+    beam, tokens = driver.add(PROMPT, 60, pauses=True), list(PROMPT)
+    got: list[int] = beam.payload.tokens  # type: ignore[attr-defined]
+
+    def next_pause() -> int:
+        """Its next token, once it has landed."""
+        count = len(got)
+        while len(got) == count:
+            driver.step()
+        assert got[-1] == solo(tokens, len(tokens) + 1, windows=windows)[0]
+        return got[-1]
+
+    for round_ in range(12):
+        token = next_pause()
+        if round_ % 2:  # it comes back with the token that it had, and pauses behind the next
+            tokens.append(token)
+            driver.scheduler._preempt(beam)
+            driver.scheduler.check()
+            token = next_pause()
+        tokens.append((token + 7 * round_) % 97)
+        driver.scheduler.go_on(beam, tokens[-1])
+        driver.scheduler.check()
+    assert space(driver).num_blocks_in
+    driver.scheduler.abort(beam)
+    driver.run()
+    assert space(driver).num_free == 40
