@@ -546,7 +546,14 @@ class Scheduler:
 
     def _reserved(self) -> int:
         """Blocks that running prefills will take: if each took a part of the pool and waited, none would advance."""
-        return sum(map(self._outstanding, self._prefilling))
+        if not self._prefilling:
+            return 0
+        slots = np.array([sequence.slot for sequence in self._prefilling])
+        computed = self.tables.num_computed.take(slots)
+        last = self.tables.num_tokens.take(slots) - computed == 1  # all at once: beams are many, and ask often
+        full = computed == self.block_tables.num_columns.take(slots) * self.block_size
+        rest = [sequence for sequence, one in zip(self._prefilling, last.tolist(), strict=True) if not one]
+        return int(np.count_nonzero(last & full)) * self.num_groups + sum(map(self._outstanding, rest))
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that stay free when a sequence starts beside others, so that they can grow a while."""
