@@ -404,12 +404,14 @@ class Scheduler:
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
-        num_columns = sum(started.num_cached_tokens for started in (*admitted, *self._forked)) // self.block_size
+        num_columns: int | None = None
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
                 break
             if reserved is None:
                 reserved = self._reserved()
+            if num_columns is None:
+                num_columns = sum(other.num_cached_tokens for other in (*admitted, *self._forked)) // self.block_size
             prefix = None
             waits = sequence.wants_prompt_logits and not self._prompt_logits_left
             if self.prefix_cache is not None:
