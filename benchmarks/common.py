@@ -34,6 +34,35 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=2) + "\n")
 
 
+def device_intervals(recorded: torch.profiler.profile) -> list[tuple[int, int]]:
+    """Begin and end, in ns, of the kernels and copies that a profile of CUDA holds, from the first kernel on, in order.
+
+    A graph that runs when the profiler begins is not in it, though a copy for the step behind may be: a whole step
+    would seem idle.
+    """
+    events = [e for e in recorded.profiler.kineto_results.events() if is_on_device(e)]  # type: ignore[union-attr]
+    begin = min((event.start_ns() for event in events if not is_copy(event)), default=0)
+    intervals = ((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
+    return sorted(interval for interval in intervals if interval[0] >= begin)
+
+
+def is_on_device(event: Any) -> bool:
+    return str(event.device_type()).endswith("CUDA")
+
+
+def is_copy(event: Any) -> bool:
+    return "memcpy" in event.name().lower() or "memset" in event.name().lower()
+
+
+def busy_share(intervals: list[tuple[int, int]]) -> float:
+    """The share of the time from the first begin to the last end that lies in some interval; they are in order."""
+    busy, end = 0, intervals[0][0]
+    for start, stop in intervals:
+        busy += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / (end - intervals[0][0])
+
+
 def cuda_ms(step: Callable[[], object], repeats: int = 15) -> float:
     """Median milliseconds of a CUDA graph of ``step``, which runs once before the capture. Waits for the device."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -28,7 +28,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import make_parser, needs_gpu, read_bandwidth, save
+from benchmarks.common import (
+    busy_share,
+    device_intervals,
+    is_copy,
+    is_on_device,
+    make_parser,
+    needs_gpu,
+    read_bandwidth,
+    save,
+)
 from benchmarks.tokens import made_up_tokenizer
 from cbatch.bench import environment, random_prompts
 from cbatch.engine import Engine
@@ -111,31 +120,23 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
         before = engine.stats()["steps"]
         steps_from_now(engine, num_steps)
         seen = engine.stats()["steps"] - before
-    intervals: list[tuple[int, int]] = []
     copies: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    kernels: list[tuple[int, int]] = []
+    num_kernels = 0
     for event in recorded.profiler.kineto_results.events():
-        if str(event.device_type()).endswith("CUDA"):
-            intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            if "memcpy" in event.name().lower() or "memset" in event.name().lower():
+        if is_on_device(event):
+            if is_copy(event):
                 copies[event.name()] += 1
             else:
-                kernels.append(intervals[-1])
+                num_kernels += 1
         elif event.name().startswith(("cuda", "cu")):
             calls[event.name()] += 1
-    if not (kernels and seen):
+    intervals = device_intervals(recorded)
+    if not (intervals and seen):
         return {}
-    # The graph that ran when the profiler began is not in it, though a copy for the step behind may be: a whole step
-    # would seem idle.
-    begin = end = min(start for start, _ in kernels)
-    busy = 0
-    for start, stop in sorted(intervals):
-        busy += max(0, stop - max(start, end))
-        end = max(end, stop)
     return {
-        "activity_cupti_pct": 100 * busy / (end - begin),
-        "kernels_per_step": len(kernels) / seen,
+        "activity_cupti_pct": 100 * busy_share(intervals),
+        "kernels_per_step": num_kernels / seen,
         "copies_per_step": {name: count / seen for name, count in copies.items()},
         "calls_per_step": {name: round(count / seen, 2) for name, count in calls.most_common(12)},
         "profiled_steps": seen,

@@ -1,6 +1,6 @@
-"""The README's table of figures, out of the JSON under ``results/``: nobody types a figure.
+"""The tables of figures, out of the JSON under ``results/``: nobody types a figure.
 
-python -m benchmarks.figures [--write]      # prints the table; --write puts it between the README's two marks
+python -m benchmarks.figures [--write]      # prints the README's; --write puts that and the ladder's in place
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.figures --write -->\n", "<!-- end of the figures -->\n"
+LADDER_README = HERE / "README.md"
+LADDER_BEGIN = "<!-- python -m benchmarks.figures --write: the ladder -->\n"
+LADDER_END = "<!-- end of the ladder -->\n"
 SHAPES = {"llama-8b": "8B", "llama-1b": "1B", "smollm2-shape": "SmolLM2"}
 
 
@@ -110,16 +113,30 @@ def table() -> str:
     return "\n".join([*lines, host_row()]) + "\n"
 
 
+def ladder_table() -> str:
+    """The tables of ``benchmarks.ladder``, from ``results/h200-ladder.json``."""
+    if not (HERE / "results" / "h200-ladder.json").exists():
+        return "Not measured yet.\n"
+    from benchmarks.ladder import markdown
+
+    return markdown(load("h200-ladder")["runs"])
+
+
+def put(file: Path, begin: str, text: str, end: str) -> None:
+    before, _, rest = file.read_text(encoding="utf-8").partition(begin)
+    file.write_text(before + begin + "\n" + text + "\n" + end + rest.partition(end)[2], encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    parser.add_argument("--write", action="store_true", help="put the tables into the README files")
     if not parser.parse_args().write:
         print(table(), end="")
         return
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    README.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+    put(README, BEGIN, table(), END)
+    put(LADDER_README, LADDER_BEGIN, ladder_table(), LADDER_END)
 
 
 if __name__ == "__main__":

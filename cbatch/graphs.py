@@ -205,7 +205,7 @@ class GraphSet:
         run()
         graph = torch.cuda.CUDAGraph()
         try:
-            _begin_capture(graph, self._pool)
+            begin_capture(graph, self._pool)
             try:
                 out = run()
             finally:
@@ -220,7 +220,7 @@ class GraphSet:
 _swapping = threading.Lock()  # of the process, as the generator is
 
 
-def _begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """Begin, and leave the default CUDA generator to the other threads of the program.
 
     torch 2.11 marks the state of that generator as captured from here to ``capture_end``, and until then whoever draws

@@ -53,6 +53,7 @@ class HeldRow:
         self.may_hang = params.structured_outputs is not None and params.structured_outputs.grammar is not None
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._ends = bit_mask(eos_token_ids) if eos_token_ids else np.zeros(0, np.int32)
         self._min_tokens = params.min_tokens
         self._bad_word_ids = bad_word_ids
         self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
@@ -72,30 +73,32 @@ class HeldRow:
     def narrow(self, mask: NDArray[np.int32]) -> None:
         """Leave in a grammar's mask ``[words]`` what the other parameters allow. Raises ValueError if that is nothing.
 
-        An end of sequence stays where it is all that the grammar allows, even before ``min_tokens``.
+        An end of sequence stays where it is all that the grammar allows, whatever the others say.
         """
         assert self.matcher is not None
         if self._has_ended:
-            _only(mask, bit_mask(list(self._eos_token_ids)))
+            mask[:] = 0
+            mask[: self._ends.size] = self._ends
         elif self.matcher.is_error():
             raise ValueError(self.matcher.get_error().splitlines()[0])
+        if mask.any() and _is_within(mask, self._ends):
+            return
         if self._allowed is not None:
             mask[: self._allowed.size] &= self._allowed
             mask[self._allowed.size :] = 0
         for word in self._bad_word_ids:
             if len(word) == 1 or tuple(self.token_ids[1 - len(word) :]) == tuple(word[:-1]):
                 mask[word[-1] // 32] &= ~_BITS[word[-1] % 32]
-        if self._stops is not None and len(self.token_ids) < self._min_tokens:
-            size = self._stops.size
-            if mask[size:].any() or (mask[:size] & ~self._stops).any():
-                mask[:size] &= ~self._stops
+        early = len(self.token_ids) < self._min_tokens
+        if early and self._stops is not None and not _is_within(mask, self._stops):
+            mask[: self._stops.size] &= ~self._stops
         if not mask.any():
             raise ValueError("no token that the grammar allows here is left by allowed_token_ids and bad_words")
 
 
-def _only(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> None:
-    mask[:] = 0
-    mask[: bits.size] = bits
+def _is_within(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
+    """Whether a mask has no other bits than these, which may be fewer words."""
+    return not (mask[bits.size :].any() or (mask[: bits.size] & ~bits).any())
 
 
 class Held:

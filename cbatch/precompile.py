@@ -68,7 +68,7 @@ def _sampling(model: Model) -> Iterator[Call]:
 
 
 def _attention(model: Decoder, config: EngineConfig, groups: tuple[KVGroup, ...]) -> Iterator[Call]:
-    """A decode step's and a mixed one's, of two empty rows, with pages and scratch of their own."""
+    """A decode step's, a small mixed one's and the largest's, of two empty rows, with pages and scratch of its own."""
     device = model.device
 
     def attend(query_len: int) -> None:
@@ -92,3 +92,4 @@ def _attention(model: Decoder, config: EngineConfig, groups: tuple[KVGroup, ...]
 
     yield lambda: attend(1)
     yield lambda: attend(2)
+    yield lambda: attend(max((config.max_num_batched_tokens or 0) // 2, 2))  # whose keys are not split

@@ -209,9 +209,9 @@ class SamplingParams:
         None,
         "a StructuredOutputsParams; needs `cbatch[grammar]`, and a fast tokenizer",
         "What an answer must be: JSON by a schema, a regular expression, a choice, a grammar. An end of sequence comes "
-        "only where the answer may end, and where nothing else may come; `min_tokens` puts it off as long as something "
-        "else can. `max_tokens`, a stop string or a stop token may cut the answer short. With `ignore_eos`, it is "
-        "followed by ends of sequence.",
+        "only where the answer may end, and it comes where nothing else may, whatever other parameters say; "
+        "`min_tokens` puts it off until then. `max_tokens`, a stop string or a stop token may cut the answer short. "
+        "With `ignore_eos`, it is followed by ends of sequence.",
     )
     logits_processors: Sequence[LogitsProcessor] | None = _field(
         None,

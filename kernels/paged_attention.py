@@ -60,6 +60,12 @@ RESIDENT_PROGRAMS = {64: 4, 128: 3, 256: 3}  # a multiprocessor
 PREFILL = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
 # On cards without 227 KiB of shared memory.
 PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
+# A step of few prompt tokens behind a long context has few tiles: a chunk beside those who decode is one of 64 queries,
+# 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So its tiles are smaller,
+# and their keys are split over programs, as decode splits its rows; two programs share a multiprocessor.
+PREFILL_SPLIT = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)}
+PROGRAMS_FOR_SPLITS = 2  # a multiprocessor
+MIN_PREFILL_SPLIT = 512  # keys that a split of a tile should have
 # IEEE float32 dots become one unrolled FMA a product: tiles of 64 x 64 would take minutes to compile.
 PREFILL_FLOAT32 = (32, 32, 4, 2)
 PREFILL_ROWS = 16  # rows whose broken ends the grid has room for; more, and programs take several tiles
@@ -545,12 +551,51 @@ def _num_query_tiles(
     return tl.where(ends - starts > 1, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+@triton.jit
+def _add_up_tile(
+    partial_out,
+    partial_lse,
+    first,  # line of the first split's first query
+    stride,  # lines from one split to the next
+    num_splits,
+    V_DIM: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Weigh the splits of one tile and head by their log-sum-exp, in order: [BLOCK_M, V_PADDED]."""
+    queries = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, V_PADDED)
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    acc = tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32)
+    for split in range(num_splits):
+        lines = first + split * stride + queries
+        lse = tl.load(partial_lse + lines, cache_modifier=".cg")
+        part = tl.load(
+            partial_out + lines[:, None] * V_DIM + dims[None, :],
+            mask=(dims < V_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, lse)
+        rescale = tl.exp2(top - new_top)
+        weight = tl.exp2(lse - new_top)
+        total = total * rescale + weight
+        acc = acc * rescale[:, None] + weight[:, None] * part
+        top = new_top
+    return acc / total[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows", "most_items", "table_stride"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     out,
+    partial_out,  # SPLIT: [most_items, NUM_HEADS, BLOCK_M, V_DIM] float32
+    partial_lse,  # [most_items, NUM_HEADS, BLOCK_M] float32, log2 units
+    counters,  # [most_items, NUM_HEADS] int32: splits of a tile that have arrived. Zero before and after
+    most_items,  # of tiles and their splits, where there are splits
     sinks,
     block_tables,
     row_slots,
@@ -581,12 +626,17 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether the keys of a tile may be split
+    MIN_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N
     PDL: tl.constexpr,
 ):
-    """One program: some tiles of BLOCK_M queries of one row, for one head.
+    """One program: some tiles of BLOCK_M queries of one row, for one head; or splits of tiles.
 
     The grid has tiles for the step's tokens and a few rows' broken ends; in a step of very many short prompts a program
     takes several. Tiles go by row, and in a row from last to first: the last reads the most keys.
+
+    With SPLIT, each tile has as many splits as most_items allow for all tiles alike; it uses those that its keys are
+    enough for. They leave their results in the scratch, and the one that arrives last adds them up, in order.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
@@ -596,15 +646,23 @@ def _prefill_kernel(
     all_tiles = 0
     for base in range(0, num_rows, ROWS):
         all_tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_M))
+    most_splits = 1
+    if SPLIT:
+        most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
     # Without disable_licm what the inner loops compute once is kept in registers across tiles, and some is spilled.
-    for item in tl.range(tl.program_id(1), all_tiles, tl.num_programs(1), disable_licm=True):
+    for item in tl.range(tl.program_id(1), all_tiles * most_splits, tl.num_programs(1), disable_licm=True):
         row = 0
         end_tile = 0
+        split = 0
         tile = item
+        if SPLIT:
+            split = item % most_splits
+            tile = item // most_splits
+        place = tile
         for base in range(0, num_rows, ROWS):
             rows = base + tl.arange(0, ROWS)
             tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_M)
-            before = (end_tile + tl.cumsum(tiles) <= item) & (rows < num_rows)
+            before = (end_tile + tl.cumsum(tiles) <= place) & (rows < num_rows)
             row += tl.sum(before.to(tl.int32))
             tile -= tl.sum(tl.where(before, tiles, 0))
             end_tile += tl.sum(tiles)
@@ -623,9 +681,14 @@ def _prefill_kernel(
         )
         top = tl.full((BLOCK_M,), -1e30, tl.float32)
         total = tl.full((BLOCK_M,), 0.0, tl.float32)
-        if HAS_SINKS:  # a column without a value
-            top = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2E)
-            total = total + 1.0
+        if HAS_SINKS:  # a column without a value: the first split's
+            sink = tl.maximum(top, tl.load(sinks + head).to(tl.float32) * LOG2E)
+            if SPLIT:
+                top = tl.where(split == 0, sink, top)
+                total = tl.where(split == 0, total + 1.0, total)
+            else:
+                top = sink
+                total = total + 1.0
         acc = tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32)
 
         # Up to full_start the window hides some keys from some queries, from there to full_end every query sees every
@@ -641,6 +704,15 @@ def _prefill_kernel(
             full_start = tl.cdiv(tl.maximum(past + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
             full_end = tl.maximum(full_end, start)
             full_start = tl.minimum(full_start, full_end)
+        num_splits = 1
+        if SPLIT:  # the three stretches, cut to the split's own
+            num_splits = tl.minimum(tl.maximum((end - start) // MIN_SPLIT, 1), most_splits)
+            split_len = tl.maximum(tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits), 1) * BLOCK_N
+            num_splits = tl.maximum(tl.cdiv(end - start, split_len), 1)
+            start += split * split_len
+            end = tl.minimum(end, start + split_len)
+            full_start = tl.minimum(tl.maximum(start, full_start), end)
+            full_end = tl.minimum(tl.maximum(start, full_end), end)
         for phase in tl.static_range(3):
             if HAS_WINDOW or phase > 0:
                 top, total, acc = _attend_pages(
@@ -674,13 +746,41 @@ def _prefill_kernel(
                 )
         if PDL:
             gdc_launch_dependents()
-        acc = acc / tl.maximum(total, 1e-20)[:, None]
+        total = tl.maximum(total, 1e-20)
+        acc = acc / total[:, None]
         v_dims = tl.arange(0, V_PADDED)
-        tl.store(
-            out + (tokens[:, None] * NUM_HEADS + head) * V_DIM + v_dims[None, :],
-            acc.to(out.dtype.element_ty),
-            mask=(queries < query_len)[:, None] & (v_dims < V_DIM)[None, :],
-        )
+        at = out + (tokens[:, None] * NUM_HEADS + head) * V_DIM + v_dims[None, :]
+        mask = (queries < query_len)[:, None] & (v_dims < V_DIM)[None, :]
+        if SPLIT:
+            if num_splits == 1:
+                if split == 0:
+                    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+            else:
+                if split < num_splits:  # what follows is as in _decode_kernel
+                    first = ((place * most_splits).to(tl.int64) * NUM_HEADS + head) * BLOCK_M
+                    lines = first + split * NUM_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+                    lse = top + tl.log2(total)
+                    tl.store(
+                        partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=(v_dims < V_DIM)[None, :]
+                    )
+                    tl.store(partial_lse + lines, lse)
+                    tl.debug_barrier()
+                    counter = counters + place * NUM_HEADS + head
+                    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                        tl.store(counter, 0)
+                        whole = _add_up_tile(
+                            partial_out,
+                            partial_lse,
+                            first,
+                            NUM_HEADS * BLOCK_M,
+                            num_splits,
+                            V_DIM,
+                            V_PADDED,
+                            BLOCK_M,
+                        )
+                        tl.store(at, whole.to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def write_kv(
@@ -747,6 +847,8 @@ class TritonAttention:
         self._device = device
         self._partials: list[Tensor] = []
         self._counters: list[Tensor] = []
+        self._no_partials = torch.zeros(1, dtype=torch.float32, device=device)  # for a launch without splits
+        self._no_counters = torch.zeros(1, dtype=torch.int32, device=device)
         self._plan_scratch: dict[_PlanKey, list[Tensor]] = {}
         self._plans: dict[_PlanKey, Tensor] = {}  # this step's
 
@@ -916,14 +1018,28 @@ class TritonAttention:
         num_heads, k_dim = q.shape[1:]
         block_size, num_kv_heads, v_dim = v_cache.shape[1:]
         k_padded, v_padded = _padded(k_dim), _padded(v_dim)
-        block_m, block_n, num_warps, num_stages = PREFILL_FLOAT32
-        if q.element_size() == 2:
-            block_m, block_n, num_warps, num_stages = self._prefill_tiles[max(64, k_padded, v_padded)]
-        _prefill_kernel[(num_heads, q.shape[0] // block_m + min(num_rows, PREFILL_ROWS))](
+        most_items = PROGRAMS_FOR_SPLITS * self._num_multiprocessors // num_heads
+        tiles = PREFILL_FLOAT32 if q.element_size() == 4 else PREFILL_SPLIT[max(64, k_padded, v_padded)]
+        split = 2 * triton.cdiv(q.shape[0], tiles[0]) <= most_items and batch.max_context_len >= 2 * MIN_PREFILL_SPLIT
+        if q.element_size() == 2 and not split:
+            tiles = self._prefill_tiles[max(64, k_padded, v_padded)]
+        block_m, block_n, num_warps, num_stages = tiles
+        num_programs = q.shape[0] // block_m + min(num_rows, PREFILL_ROWS)
+        partials, counters = self._no_partials, self._no_counters
+        num_lines = most_items * num_heads * block_m if split else 0
+        if split:
+            num_programs = max(num_programs, most_items)
+            partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
+            counters = self._grown(self._counters, most_items * num_heads, torch.int32)
+        _prefill_kernel[(num_heads, num_programs)](
             q,
             k_cache,
             v_cache,
             out,
+            partials[: num_lines * v_dim],
+            partials[num_lines * v_dim :],
+            counters,
+            most_items,
             q if sinks is None else sinks,
             self._tables[group],
             batch.row_slots,
@@ -950,6 +1066,8 @@ class TritonAttention:
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
             HAS_SINKS=sinks is not None,
+            SPLIT=split,
+            MIN_SPLIT=MIN_PREFILL_SPLIT,
             num_warps=num_warps,
             num_stages=num_stages,
             **pdl_options(q.device),

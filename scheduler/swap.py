@@ -40,6 +40,7 @@ class SwapSpace:
         self.num_blocks_in = 0
         self.ms_per_block = 0.0  # one way; the owner of the memory measures it
         self.ms_per_token: float | None = None  # of a prompt, as steps have taken; None: none did yet
+        self._most_prefill = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._freed: list[int] = []  # by what comes in before the next step
         self._out: list[tuple[Ints, Ints]] = []
@@ -52,8 +53,12 @@ class SwapSpace:
     # ---- which is cheaper
 
     def note(self, num_prefill: int, num_tokens: int, ms: float) -> None:
-        """A step with so many tokens of prompts among all took so long. Counts where most were theirs."""
-        if 2 * num_prefill > num_tokens:
+        """A step with so many tokens of prompts among all took so long.
+
+        Counts where most were theirs, and not much fewer than there were in another one: a token alone takes a step.
+        """
+        self._most_prefill = max(self._most_prefill, num_prefill)
+        if 2 * num_prefill > num_tokens and 4 * num_prefill >= self._most_prefill:
             each = ms / num_tokens
             self.ms_per_token = each if self.ms_per_token is None else 0.8 * self.ms_per_token + 0.2 * each
 

@@ -6,7 +6,10 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m tests.sanitize     
 
 from __future__ import annotations
 
+import torch
+
 from cbatch.engine import Engine
+from cbatch.interleave import InterleavedGenerator
 from cbatch.sampling_params import SamplingParams
 from tests.models.families import make_tiny
 
@@ -19,6 +22,11 @@ def main() -> None:
         handles = [engine.submit([5, 6, 7] * (1 + 3 * i), asked[i % 2]) for i in range(6)]
         print([handle.result(240).outputs[0].token_ids for handle in handles])
     engine.scheduler.check()
+    ids, mask = torch.tensor([[5, 6, 7], [0, 8, 9]], device="cuda"), torch.tensor([[1, 1, 1], [0, 1, 1]], device="cuda")
+    for cache in ("static", "dynamic"):
+        generator = InterleavedGenerator(make_tiny("llama", device="cuda"), cache=cache)
+        for options in ({}, {"top_p": 0.9}, {"num_beams": 2}):
+            print(generator.generate(ids, mask, 8, **options).tolist())
 
 
 if __name__ == "__main__":

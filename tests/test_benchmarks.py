@@ -21,6 +21,7 @@ NEED_GPU = {
     "interference": ["--tokenizer", "x"],
     "kernels": ["--device", "cuda"],
     "long_prompt": [],
+    "ladder": [],
     "prefill": [],
     "serving": [],
     "shared_prefix": [],
@@ -171,3 +172,85 @@ def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
     assert report["steps_beside"] >= 3  # 256 tokens a step
     assert report["ttft_ratio"] == report["ttft_beside_s"] / report["ttft_alone_s"]
     assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0
+
+
+def test_the_readme_of_the_benchmarks_has_the_ladder_of_the_results():
+    from benchmarks import figures
+
+    _, _, rest = figures.LADDER_README.read_text(encoding="utf-8").partition(figures.LADDER_BEGIN)
+    assert rest.partition(figures.LADDER_END)[0].strip() == figures.ladder_table().strip(), (
+        "run: python -m benchmarks.figures --write"
+    )
+
+
+LADDER = ["--device", "cpu", "--batches", 1, 2, "--new-tokens", 3, 6, "--input-len", 5]
+
+
+def test_the_ladder_merges_runs_into_one_file(run, capsys, tiny, tmp_path, monkeypatch):
+    file = tmp_path / "ladder.json"
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "no-cache", "static", "--json", file)
+    first = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == first
+    assert [(r["rung"], r["batch"], r["new_tokens"]) for r in first["runs"]] == [
+        (rung, batch, count) for rung in ("no-cache", "static") for batch in (1, 2) for count in (3, 6)
+    ]
+    assert all(r["tokens_per_s"] * r["seconds"] == pytest.approx(r["batch"] * r["new_tokens"]) for r in first["runs"])
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "static", "engine", "--seconds", 0, "--json", file)
+    assert "engine: batches [1, 2] left out, --seconds is over" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == first
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "static", "engine", "--json", file)
+    again = json.loads(file.read_text())["runs"]
+    assert len(again) == 12 and again[:4] == first["runs"][:4]
+    assert [r["rung"] for r in again[4:]] == ["static"] * 4 + ["engine"] * 4
+    monkeypatch.setitem(first["environment"], "torch", "1.0")
+    file.write_text(json.dumps(first))
+    with pytest.raises(SystemExit):
+        run("ladder", "--shapes", tiny, *LADDER, "--json", file)
+    assert "holds runs with other torch" in capsys.readouterr().err
+
+
+def climbed(rungs):
+    """Runs of a ladder: batch 1 and 8, 50 and 100 tokens, each rung so many times 10 tokens/s a row."""
+    names = {"shape": "s", "input_len": 5, "dtype": "bfloat16", "device": "cuda", "ready_s": 1.0}
+    memory = {"peak_mib": 300.0, "reserved_mib": 350.0, "fragmentation_mib": 50.0, "activity_pct": 55.0}
+    return [
+        names
+        | memory
+        | {"rung": rung, "batch": batch, "new_tokens": count, "seconds": 1.0, "tokens_per_s": 10.0 * batch * times}
+        for rung, times in rungs.items()
+        for batch in (1, 8)
+        for count in (50, 100)
+    ]
+
+
+def test_the_table_of_the_ladder_says_how_many_times_the_first_rung():
+    from benchmarks import ladder
+
+    runs = climbed({"no-cache": 1, "interleaved": 7.5, "engine": 12, "one-stream": 6})
+    lines = ladder.markdown(runs[:-1]).splitlines()
+    assert "| no KV cache | 10 (×1.00) | 10 (×1.00) | 55.0% | 300 | 350 | 50 |" in lines
+    assert "| cbatch's engine | 960 (×12.00) | 960 (×12.00) | 55.0% | 300 | 350 | 50 |" in lines
+    assert "| *beside: interleaved, but one stream* | 480 (×6.00) |  | 55.0% | 300 | 350 | 50 |" in lines
+    assert "- of that, the second stream alone: ×1.25 (50 tokens), ×1.25 (100 tokens)" in lines
+    assert "- the engine over two streams: ×1.60 (50 tokens), ×1.60 (100 tokens)" in lines
+    assert not [line for line in lines if "StaticCache over" in line], "which were not measured"
+    ups = ladder.speed_ups(climbed({"one-stream": 1, "static": 2, "interleaved": 3}))
+    assert sorted(set(ups.values())) == [0.5, 1.0, 1.5], "what is beside the ladder is no first rung"
+
+
+@pytest.mark.parametrize("ending", [None, ".svg"])
+def test_the_ladder_has_a_picture(run, tmp_path, ending):
+    pytest.importorskip("matplotlib", reason="the extra `plot`, which the extra `dev` has too")
+    file = tmp_path / "ladder.json"
+    file.write_text(json.dumps({"runs": climbed({"no-cache": 1, "interleaved": 7.5, "engine": 12, "graphs": 6})}))
+    out = file.with_suffix(ending or ".png")
+    run("ladder", "--plot", file, *(["--out", out] if ending else []))
+    picture = out.read_bytes()
+    assert picture.startswith(b"\x89PNG" if ending is None else b"<?xml")
+    assert len(picture) > 10_000
+
+
+def test_the_busy_share_counts_what_overlaps_once():
+    from benchmarks.common import busy_share
+
+    assert busy_share([(0, 10), (5, 12), (6, 7), (20, 30), (30, 40)]) == (12 + 20) / 40

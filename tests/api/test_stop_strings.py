@@ -202,7 +202,10 @@ def test_prompt_never_matches():
     assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("D or ", "END")
 
 
-@pytest.mark.parametrize("more", [{"schedule": "sync"}, {}, {"depth": 4}, {"num_blocks": 64, "max_num_seqs": 8}])
+TIGHT = {"num_blocks": 64, "max_num_seqs": 8, "enable_prefix_caching": False}  # prompts that share no blocks
+
+
+@pytest.mark.parametrize("more", [{"schedule": "sync"}, {}, {"depth": 4}, TIGHT])
 def test_requests_with_and_without_stop_in_one_batch_equal_each_alone(more):
     """Each prompt length reads its own place of the tape; the tight pool preempts some of them."""
     tape = letters("".join(f"word{number % 7} ab<{number}|>. " for number in range(40)))

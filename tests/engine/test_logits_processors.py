@@ -16,7 +16,8 @@ from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import CBatchError, EngineDeadError, InvalidRequestError
 from cbatch.request import RequestHandle
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampler import HELD, drawing, encode
+from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.counting import CountingModel, counted
 
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
@@ -124,6 +125,24 @@ def test_time_until_the_host_has_decided_is_no_activity(
     assert stats["ms_per_step_p50"] < 25
 
 
+def test_a_step_has_its_own_time_alone(counting_engine: Start) -> None:
+    engine = counting_engine()
+    for params in (greedy(max_tokens=120), greedy(add_up, max_tokens=120)):
+        engine.reset_stats()
+        begin = time.perf_counter()
+        assert len(tokens(engine.submit([1], params))) == 120
+        wall_ms = (time.perf_counter() - begin) * 1e3
+        assert 0 < engine.stats()["ms_per_step_p50"] < wall_ms / 120 * 1.5
+
+
+def test_what_a_steps_graph_has_drawn_is_drawn_again() -> None:
+    """Greedily, from logits as they were. Whatever else a held row asks for, it asks for another graph behind it."""
+    asked = {"prompt_len": 1, "stop_ids": (), "bad_word_ids": ()}
+    for more in ({"logits_processors": [skip_three]}, {"structured_outputs": StructuredOutputsParams(regex="a")}):
+        encoded = encode(SamplingParams(temperature=0.0, **more), 0, **asked)  # type: ignore[arg-type]
+        assert encoded.flags & HELD and drawing(encoded.flags)
+
+
 @everywhere
 def test_row_of_an_answer_that_has_ended_gets_nothing(counting_engine: Start, options: dict[str, Any]) -> None:
     """EOS lands when the next step is launched already: its row there is in vain, and no function hears of it."""
@@ -160,7 +179,7 @@ def test_one_that_fails_ends_its_own_request_alone(
         (engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30)), counted(41, 30)),
         (engine.submit([5], greedy(skip_three)), [6 + 3 * i for i in range(12)]),
     ]
-    handle = engine.submit([1], greedy(bad), request_id="x")
+    handle = engine.submit([1], greedy(bad, max_tokens=100), request_id="x")
     with pytest.raises(CBatchError, match=f"request x: .*{message}") as caught:
         handle.result(60)
     assert caught.value.__cause__ is not None
@@ -168,6 +187,7 @@ def test_one_that_fails_ends_its_own_request_alone(
     for neighbour, wanted in neighbours:
         assert tokens(neighbour) == wanted
     assert engine.is_healthy
+    assert engine.stats()["num_running"] == 0 and engine.stats()["steps"] < 50  # nothing goes on for it
     assert tokens(engine.submit([1], SamplingParams(temperature=0.0, max_tokens=3), request_id="x")) == [2, 3, 4]
 
 

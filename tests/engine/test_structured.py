@@ -413,6 +413,7 @@ def test_end_of_sequence_comes_where_the_grammar_may_end_and_is_forced_where_it_
         assert run(engine, structured_outputs=letters, logit_bias=never) == ("aaaa", "stop")
         assert run(engine, structured_outputs=letters, logit_bias=eager, min_tokens=3) == ("aaa", "stop")
         assert run(engine, structured_outputs=letters, logit_bias=eager, min_tokens=9) == ("aaaa", "stop")
+        assert run(engine, structured_outputs=letters, logit_bias=eager, allowed_token_ids=[a]) == ("aaaa", "stop")
         assert run(engine, structured_outputs=letters, logit_bias=never, max_tokens=3) == ("aaa", "length")
         assert run(engine, structured_outputs=letters, logit_bias=never, stop=["aa"]) == ("", "stop")
         assert run(engine, structured_outputs=letters, logit_bias=never, stop_token_ids=[a]) == ("", "stop")

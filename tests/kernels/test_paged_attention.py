@@ -44,6 +44,8 @@ def short_splits(monkeypatch):
     monkeypatch.setattr(paged_attention, "MIN_SPLIT_LEN", 64)
     monkeypatch.setattr(paged_attention, "FULL_SPLIT_LEN", 64)
     monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1000))
+    monkeypatch.setattr(paged_attention, "MIN_PREFILL_SPLIT", 64)
+    monkeypatch.setattr(paged_attention, "PROGRAMS_FOR_SPLITS", 3)
 
 
 def plan_of(backend, rows, window=0) -> list[list[int]]:
@@ -187,6 +189,30 @@ def test_splits_beside_prompts_and_padding(paged_step, assert_near, backend_on, 
     rows = [(1, 200), (1, 0), (1, 130), (40, 40), (1, 65), (0, 0), (3, 200), (1, 1)]
     step = paged_step(rows, num_heads=3, num_kv_heads=1, num_padding=3, device=device, dtype=dtype)
     assert_near(step.run(backend_on(device)), step.expected())
+
+
+@targets
+@pytest.mark.parametrize(
+    "rows, options",
+    [
+        ([(7, 300)], {}),
+        ([(1, 100), (1, 5), (33, 290)], {"head_dim": 24, "v_head_dim": 40}),
+        ([(5, 200), (2, 2), (9, 130), (3, 64), (0, 0)], {"window": 70, "softcap": 2.0, "sinks": True}),
+        ([(64, 300)], {"window": 150}),
+    ],
+    ids=["one", "beside decodes", "several", "two tiles"],
+)
+def test_chunks_behind_long_contexts_are_split(
+    paged_step, assert_near, backend_on, short_splits, device, dtype, rows, options
+):
+    """Few queries and many keys: programs share the keys of a tile, and the last one adds their results up."""
+    step = paged_step(rows, device=device, dtype=dtype, num_padding=2, **options)
+    step.batch.max_context_len = 4096  # what a captured step is told
+    backend = backend_on(device)
+    expected = step.expected()
+    for _ in range(2):  # the counters are zero again
+        assert_near(step.run(backend), expected)
+    assert backend._partials and len(backend._partials[-1]) > 1
 
 
 @targets

@@ -96,6 +96,8 @@ def test_cost_of_a_token_follows_the_steps_that_are_prompts_for_the_most_part() 
     assert swap.ms_per_token is None
     swap.note(num_prefill=96, num_tokens=128, ms=6.4)
     assert swap.ms_per_token == pytest.approx(0.05)
+    swap.note(num_prefill=1, num_tokens=1, ms=5.0)  # who comes back from the host: 5 ms are no token's price
+    assert swap.ms_per_token == pytest.approx(0.05)
 
 
 def test_too_little_room_on_the_host_means_computing_again() -> None:

@@ -1,0 +1,186 @@
+"""One batch on the device: what the next step reads, at fixed addresses, and the step, also as a CUDA graph.
+
+Knows a model of transformers and how tokens are chosen; knows no stream but the ones it captures on.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from cbatch.errors import UnsupportedModelError
+from cbatch.graphs import begin_capture
+from cbatch.interleave.search import Search
+
+CacheKind = Literal["static", "dynamic"]
+
+
+class _MaskedDynamicCache(DynamicCache):
+    """For prompts with padding. Transformers leaves the mask out where nothing is padded, and reads the mask back from
+    the device to know; of a cache that says it is compileable it always makes the mask."""
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def static_cache(config: Any, max_len: int) -> Cache:
+    """A ``StaticCache`` whose layers all keep all positions; a sliding window is then in the mask alone.
+
+    A layer of transformers that keeps its window only counts in Python when the window is full, and shifts all of it
+    for each token after that: a captured step would neither count nor begin to shift.
+    """
+    layers: list[Any] = StaticCache(config=config, max_cache_len=max_len).layers
+    return Cache(
+        layers=[
+            StaticLayer(max_cache_len=max_len) if getattr(layer, "is_sliding", False) else layer for layer in layers
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    input_ids: Tensor  # [num_rows, length] int64, a row a beam
+    attention_mask: Tensor  # as input_ids; 0 where it is padded, which is on the left
+    padded: bool  # whether it is anywhere
+    max_new_tokens: int
+
+
+class Decoding:
+    """``load`` a prompt, ``prefill`` it, then ``step`` by ``step``. Prefill and steps each choose a token a row.
+
+    Args:
+        forward: the model, or what torch.compile made of it; for steps only.
+        max_len: positions that the cache has room for.
+    """
+
+    def __init__(self, model: Any, forward: Callable[..., Any], search: Search, max_len: int, cache: CacheKind) -> None:
+        device, num_rows = search.report.device, search.num_rows
+        self.search, self.max_len = search, max_len
+        self._model, self._forward, self._kind = model, forward, cache
+        self._tokens = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
+        self._mask = torch.ones(num_rows, max_len, dtype=torch.int64, device=device)
+        self._cache: Any = static_cache(model.config, max_len) if cache == "static" else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # All logits of a prompt would be [tokens, vocab_size].
+        accepts = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+
+    def load(self, batch: Batch) -> None:
+        """A new batch of as many rows. On the caller's stream."""
+        length = batch.input_ids.shape[1]
+        self._prompt = batch.input_ids
+        self._mask[:, :length] = batch.attention_mask
+        self._mask[:, length:] = 1  # what comes later is beyond the causal mask until it is there
+        self._prompt_positions = (batch.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        self._positions.copy_(self._prompt_positions[:, -1:])
+        self._masked = batch.padded or self._kind == "static"
+        if self._kind == "dynamic":
+            self._cache = (_MaskedDynamicCache if batch.padded else DynamicCache)(config=self._model.config)
+        else:
+            self._cache.reset()  # zeros, too: whatever is behind the mask is multiplied by 0, which NaN survives
+        self.search.reset(batch.max_new_tokens)
+
+    def prefill(self) -> None:
+        """Compute the prompt, and choose the first token. May wait for the device."""
+        mask = self._mask[:, : self._prompt.shape[1]] if self._masked else None
+        inputs = self._inputs(self._prompt, self._prompt_positions, mask, is_first_iteration=True, **self._last_only)
+        self._choose(self._model(**inputs).logits)
+
+    def step(self) -> None:
+        """Compute the tokens chosen last, and choose the next ones. Waits for nothing."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._step()
+
+    def capture(self) -> None:
+        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device; ``load`` again afterwards.
+
+        The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
+        that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
+        writes over their results, which another stream may still read.
+
+        Raises UnsupportedModelError if the model waits for a value from the device.
+        """
+        self.prefill()  # the cache gets its memory
+        device, caller = self.search.report.device, torch.cuda.current_stream(self.search.report.device)
+        warm_up = torch.cuda.Stream(device)
+        warm_up.wait_stream(caller)
+        with torch.cuda.stream(warm_up):
+            for _ in range(2):  # kernels are compiled, libraries choose theirs
+                self._rewind()
+                self._step()
+            self._rewind()
+        caller.wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        if self.search.draws:
+            graph.register_generator_state(self.search.generator)
+        # A stream that hardly anybody else has computed on: cuBLAS keeps a workspace for each, and this one's then lies
+        # in the graph's own memory. Others are given back when torch.compile captures graphs of its own.
+        capturing = torch.cuda.Stream(device, priority=-1)
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the middle of a capture could call what a capture does not allow
+        try:
+            with torch.cuda.stream(capturing):
+                begin_capture(graph, torch.cuda.graph_pool_handle())
+                try:
+                    self._step()
+                finally:
+                    graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"a step of {type(self._model).__name__} cannot be captured as a CUDA graph, use compile=False: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            if collecting:
+                gc.enable()
+        self._graph = graph
+
+    def _rewind(self) -> None:
+        """To an empty cache, so that trial steps stay within what the model has positions for."""
+        self._mask.fill_(1)
+        self._positions.fill_(0)
+        self._cache.reset()
+        self.search.reset(self.max_len)
+
+    def _step(self) -> None:
+        self._positions.add_(1)
+        mask = self._mask if self._masked else None
+        inputs = self._inputs(self._tokens, self._positions, mask, is_first_iteration=False)
+        self._choose(self._forward(**inputs).logits)
+
+    def _inputs(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, **more: Any) -> dict[str, Any]:
+        return self._model.prepare_inputs_for_generation(
+            tokens,
+            past_key_values=self._cache,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            return_dict=True,
+            **more,
+        )
+
+    def _choose(self, logits: Tensor) -> None:
+        tokens, parents = self.search.choose(logits[:, -1].to(torch.float32, copy=True))
+        self._tokens.copy_(tokens[:, None])
+        if parents is None:
+            return
+        if self._kind == "dynamic":
+            self._cache.reorder_cache(parents)
+            return
+        for layer in self._cache.layers:  # in place, which ``reorder_cache`` is not
+            layer.keys.copy_(layer.keys.index_select(0, parents))
+            layer.values.copy_(layer.values.index_select(0, parents))

@@ -1,0 +1,317 @@
+"""``generate`` for a stock model of transformers, with the host's work hidden behind the GPU's.
+
+While token i computes on one stream, the host queues token i+1 on the other and reads, from pinned memory, whether
+token i-1 was the last one needed. The loop never asks for a value that is not there yet. Where it was the last, token i
+has been computed in vain, and is dropped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import StaticLayer
+
+from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
+from cbatch.interleave.decoding import Batch, CacheKind, Decoding, static_cache
+from cbatch.interleave.lanes import CudaLanes, HostLane, Lanes
+from cbatch.interleave.options import Choice, resolve
+from cbatch.interleave.search import Beams, Tokens
+from cbatch.models.config_facts import max_positions
+
+_log = logging.getLogger(__name__)
+_PAGE = 64  # positions: a captured step serves every prompt up to the next multiple
+_said: set[str] = set()  # of the process: what the log has been told once
+
+
+class InterleavedGenerator:
+    """A causal LM of transformers, one batch at a time.
+
+    Args:
+        model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It stays as it is.
+        tokenizer: for prompts that are text.
+        num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each one more lets the host
+            run one token further ahead, and computes one more in vain at a stop. On the CPU there is one lane, which
+            ``num_lanes`` and one line in the log say.
+        compile: launch a step as one CUDA graph. ``"cudagraphs"``: of the model's own kernels; ``True``: of what
+            torch.compile makes of the model, which the first call waits for, and each of another size may. On the CPU,
+            ``True`` is torch.compile alone. The graph, and its cache, are kept for the next call that they fit.
+        cache: ``"static"``: all positions of the call are allocated at its start. ``"dynamic"``: the cache grows.
+
+    After each call, ``num_steps`` is the number of forward passes it made, ``num_wasted_steps`` how many of them came
+    after the last token that was needed: at most ``num_lanes - 1``.
+
+    Raises:
+        ConfigError: an option out of range.
+        UnsupportedModelError: a model that cannot be run so, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        num_streams: int = 2,
+        compile: bool | Literal["cudagraphs"] = False,
+        cache: CacheKind = "static",
+    ) -> None:
+        self._device = _checked(model)
+        if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
+            raise ConfigError(f"num_streams is {num_streams!r}, but must be a whole number of at least 1")
+        if not (isinstance(compile, bool) or compile == "cudagraphs"):
+            raise ConfigError(f"compile is {compile!r}, but must be True, False or 'cudagraphs'")
+        if cache not in ("static", "dynamic"):
+            raise ConfigError(f"cache is {cache!r}, but must be 'static' or 'dynamic'")
+        if compile and cache == "dynamic":
+            raise ConfigError(
+                f"compile={compile!r} needs cache='static': a dynamic cache has another shape at every token"
+            )
+        on_gpu = self._device.type == "cuda"
+        if compile == "cudagraphs" and not on_gpu:
+            raise ConfigError(f"compile='cudagraphs' needs a CUDA device, but the model is on {self._device}")
+        self.model, self.tokenizer = model, tokenizer
+        self.num_streams, self.compile, self.cache = num_streams, compile, cache
+        self.num_lanes = num_streams if on_gpu else 1
+        if self.num_lanes < num_streams:
+            _say_once(f"num_streams={num_streams}: there are no streams on {self._device}, so one lane computes")
+        self.num_steps = self.num_wasted_steps = 0
+        self._lanes: Lanes = CudaLanes(num_streams, self._device) if on_gpu else HostLane()
+        self._forward: Callable[..., Any] = torch.compile(model.__call__) if compile is True else model
+        self._captured: tuple[tuple[Choice, int], Decoding] | None = None  # by choice and batch size
+        self._busy = threading.Lock()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor | str | Sequence[str],
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        num_beams: int | None = None,
+        length_penalty: float | None = None,
+        early_stopping: bool | Literal["never"] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        generator: torch.Generator | None = None,
+        streamer: Any = None,
+    ) -> Tensor | str | list[str]:
+        """The prompts and what follows them, as ``model.generate`` of transformers gives it.
+
+        Where an option is None, the model's ``generation_config`` decides, and then transformers' default.
+
+        Args:
+            input_ids: ``[batch_size, length]`` int64, padded on the left; or, with a tokenizer, one text or several.
+            attention_mask: ``[batch_size, length]``, 0 where a prompt is padded. None: padding is where
+                ``pad_token_id`` is, if that is no stop token; else there is none.
+            do_sample: True draws each token, False takes the likeliest. None: True if ``temperature``, ``top_k`` or
+                ``top_p`` is given. (With False these three are refused.)
+            temperature, top_k, top_p: above 0; at least 0, where 0 is all; above 0 and at most 1. As the warpers of
+                transformers have them, in this order.
+            num_beams: above 1, beam search, with ``length_penalty`` and ``early_stopping``.
+            eos_token_id: one or several; ``[]``: none, every row goes on to ``max_new_tokens``.
+            pad_token_id: what follows the end of a row that ended before others. None: the first stop token.
+            generator: where the seed of sampling comes from; None: torch's own, which ``torch.manual_seed`` sets.
+            streamer: with ``put`` and ``end``, as transformers'. A token is put while the next one computes.
+
+        Returns:
+            ``[batch_size, length + new tokens]`` int64, on the model's device. For text, the new text alone: one
+            string for one prompt, else a list.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError: an option or a prompt that cannot be served.
+            ConfigError: the model is in training mode.
+            UnsupportedModelError: the model's step cannot be captured; see ``compile``.
+        """
+        if self.model.training:
+            raise ConfigError("the model is in training mode: call model.eval() first")
+        if self.model.device != self._device:
+            raise ConfigError(
+                f"the model is on {self.model.device} now, but was on {self._device}: make a new generator"
+            )
+        choice, limit = resolve(
+            self.model.generation_config,
+            self._vocab_size,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+        if streamer is not None:
+            if choice.num_beams > 1:
+                raise InvalidRequestError(f"streamer with num_beams={choice.num_beams}: beams are known at the end")
+            if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+                raise InvalidRequestError(f"streamer is {streamer!r}, but must have put(tokens) and end()")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise InvalidRequestError(f"generator is {generator!r}, but must be a torch.Generator")
+        texts = input_ids
+        if isinstance(texts, str) or not isinstance(texts, Tensor):
+            if attention_mask is not None:
+                raise InvalidRequestError("attention_mask with prompts that are text: their padding is known")
+            prompt, mask = self._encode([texts] if isinstance(texts, str) else texts, choice.pad_token_id or 0)
+        else:
+            prompt, mask = self._check_prompt(texts, attention_mask, choice)
+        length = prompt.shape[1]
+        if length + limit > (most := max_positions(self.model.config)):
+            raise PromptTooLongError(
+                f"a prompt of {length} tokens and max_new_tokens={limit}, but the model has {most} positions"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise CBatchError("generate is running in another thread; this class computes one batch at a time")
+        try:
+            new = self._run(prompt, mask, choice, limit, generator, streamer)
+        finally:
+            self._busy.release()
+        if isinstance(texts, Tensor):
+            return torch.cat((prompt, new), 1)
+        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return decoded[0] if isinstance(texts, str) else decoded
+
+    def _run(
+        self,
+        prompt: Tensor,
+        mask: Tensor,
+        choice: Choice,
+        limit: int,
+        generator: torch.Generator | None,
+        streamer: Any,
+    ) -> Tensor:
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        padded = not bool(mask.all())
+        input_ids, attention_mask = (rows.repeat_interleave(choice.num_beams, 0) for rows in (prompt, mask))
+        batch = Batch(input_ids, attention_mask, padded, limit)
+        decoding = self._decoding(batch, choice)
+        decoding.load(batch)
+        if choice.do_sample:  # a generator of its own can be captured, and the caller's stays the caller's
+            device = generator.device if generator is not None else "cpu"
+            decoding.search.generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
+        lanes, behind = self._lanes, self._lanes.depth - 1
+        lanes.open(decoding.search.report, limit)
+        self.num_steps = num_tokens = 0
+        try:
+            for i in range(limit + behind):
+                if i < limit:
+                    lanes.launch(i, decoding.step if i else decoding.prefill)
+                    self.num_steps += 1
+                if i >= behind:
+                    goes_on, *tokens = lanes.land(i - behind).tolist()  # the only wait for the device
+                    num_tokens += 1
+                    if streamer is not None:
+                        streamer.put(torch.tensor(tokens, device="cpu"))
+                    if not goes_on:
+                        break
+        finally:
+            lanes.close()
+            self.num_wasted_steps = self.num_steps - num_tokens
+        if streamer is not None:
+            streamer.end()
+        return decoding.search.result(num_tokens)
+
+    def _decoding(self, batch: Batch, choice: Choice) -> Decoding:
+        """What runs this batch. Captures a step, and waits for it, unless the last one fits."""
+        num_rows, length = batch.input_ids.shape
+        batch_size, limit = num_rows // choice.num_beams, batch.max_new_tokens
+        max_len = length + limit
+        captured = bool(self.compile) and self._device.type == "cuda" and limit > 1
+        key = choice, batch_size
+        if captured:
+            if self._captured and self._captured[0] == key and self._captured[1].max_len >= max_len:
+                return self._captured[1]
+            self._captured = None  # its memory is the new one's
+            max_len = -(-max_len // _PAGE) * _PAGE
+        search_class = Beams if choice.num_beams > 1 else Tokens
+        search = search_class(choice, batch_size, max_len if captured else limit, self._device)
+        decoding = Decoding(self.model, self._forward, search, max_len, self.cache)
+        if captured:
+            decoding.load(batch)
+            decoding.capture()
+            self._captured = key, decoding
+        return decoding
+
+    @property
+    def _vocab_size(self) -> int:
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    def _check_prompt(self, ids: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Prompt and mask on the model's device, int64. Waits for the device, to look at them."""
+        if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidRequestError(
+                f"input_ids are {ids.dtype} of shape {list(ids.shape)}, but must be int64 [batch_size, length], and "
+                "not empty"
+            )
+        ids = ids.to(self._device, torch.int64)
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(f"input_ids hold {wrong}, but tokens are 0 to {self._vocab_size - 1}")
+        if mask is None:
+            mask = torch.ones_like(ids)
+            if choice.pad_token_id is not None and choice.pad_token_id not in choice.eos_token_ids:
+                mask = ids.ne(choice.pad_token_id).long()
+        elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise InvalidRequestError(f"attention_mask is {shape}, but must be of shape {list(ids.shape)}")
+        mask = (mask.to(self._device) != 0).long()
+        if not bool(mask[:, -1].all()):
+            row = int(mask[:, -1].argmin())
+            raise InvalidRequestError(f"row {row} ends in padding: prompts are padded on the left here")
+        return ids, mask
+
+    def _encode(self, texts: Any, pad: int) -> tuple[Tensor, Tensor]:
+        if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequestError(f"input_ids are {texts!r:.80}, but must be a tensor, a text or a list of texts")
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"a prompt is text ({texts[0]!r:.80}), but there is no tokenizer")
+        encoded = [list(self.tokenizer(text)["input_ids"]) for text in texts]
+        if not all(encoded):
+            raise InvalidRequestError(f"prompt {encoded.index([])} has no tokens")
+        length = max(map(len, encoded))
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in encoded])
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in encoded])
+        return ids.to(self._device), mask.to(self._device)
+
+
+def _checked(model: Any) -> torch.device:
+    """The device of a model that can be run so."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__name__}, but must be a PreTrainedModel of transformers (give the model "
+            "itself, and compile=True, rather than what torch.compile made of it)"
+        )
+    name = type(model).__name__
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise UnsupportedModelError(f"{name} is no decoder that generates text")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(f"{name} takes no position_ids, so padded prompts could not be told apart")
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "chunked_attention" in kinds:  # of which transformers' create_masks_for_generate fails to make the mask
+        raise UnsupportedModelError(f"{name} attends within chunks, whose masks cannot be made ahead of a step")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or (device := devices.pop()).type not in ("cuda", "cpu"):
+        raise UnsupportedModelError(f"{name} is not on one CUDA device or the CPU, but on {sorted(map(str, devices))}")
+    for layer in static_cache(model.config, 1).layers:
+        if type(layer) is not StaticLayer:
+            raise UnsupportedModelError(f"{name} has layers with a {type(layer).__name__}, which are not attention")
+    return device
+
+
+def _say_once(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        _log.warning(what)

@@ -1,0 +1,106 @@
+"""When a token is computed: two CUDA streams in turn, ordered by events; or one lane, at once, on the CPU.
+
+    host    | launch 1 | launch 2 | read 1 | launch 3 | read 2 | launch 4 | read 3 ...
+    lane 0   ==== 1 ====-copy-               ==== 3 ====-copy-
+    lane 1              ==== 2 ====-copy-               ==== 4 ====-copy-
+
+Token i+1 needs token i, so the steps never run side by side: each begins with the event that the one before it
+records. Side by side run the host's work and the steps, and the copies to the host and the steps. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Lanes(Protocol):
+    depth: int  # steps that are launched before the first of them is read
+
+    def open(self, report: Tensor, num_steps: int) -> None:
+        """Begin a batch. ``report [at least num_steps, width]`` int64: step i writes row i, and no other step does."""
+
+    def launch(self, index: int, compute: Callable[[], None]) -> None:
+        """Queue step ``index`` behind the one before it, and the copy of its row to the host. Waits for nothing."""
+
+    def land(self, index: int) -> Tensor:
+        """Wait until the row of a step is on the host; the row."""
+
+    def close(self) -> None:
+        """The caller's stream goes on behind all that was launched. Waits for nothing."""
+
+
+class HostLane:
+    """One lane: ``launch`` computes at once."""
+
+    depth = 1
+
+    def open(self, report: Tensor, num_steps: int) -> None:
+        self._report = report
+
+    def launch(self, index: int, compute: Callable[[], None]) -> None:
+        compute()
+
+    def land(self, index: int) -> Tensor:
+        return self._report[index]
+
+    def close(self) -> None:
+        del self._report
+
+
+class _Lane:
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.computed = torch.cuda.Event()
+        self.landed = torch.cuda.Event()
+
+
+class CudaLanes:
+    """``depth`` streams in turn. ``land`` is the only place where the CPU waits.
+
+    What a step allocates, on its own stream, the next step may read on another. No ``record_stream`` is needed for
+    that: memory that is freed meanwhile goes back to the stream that it came from, and whatever that stream computes
+    next begins by waiting for the step before it, which is behind every reader. Rows of the report are written once
+    and read once, so that a copy may come as late as it likes.
+    """
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        self.depth, self.device = depth, device
+        self._lanes = [_Lane(device) for _ in range(depth)]
+
+    def open(self, report: Tensor, num_steps: int) -> None:
+        """Allocates pinned memory, which torch's host allocator gives back only after the last copy into it."""
+        caller = torch.cuda.current_stream(self.device)
+        for lane in self._lanes:
+            lane.stream.wait_stream(caller)  # which filled the prompt in
+        self._report = report
+        self._host = torch.full((num_steps, report.shape[1]), -1, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def launch(self, index: int, compute: Callable[[], None]) -> None:
+        lane = self._lanes[index % self.depth]
+        with torch.cuda.device(self.device), torch.cuda.stream(lane.stream):
+            if index:
+                lane.stream.wait_event(self._lanes[(index - 1) % self.depth].computed)
+            compute()
+            lane.computed.record(lane.stream)
+            self._host[index].copy_(self._report[index], non_blocking=True)
+            lane.landed.record(lane.stream)
+
+    def land(self, index: int) -> Tensor:
+        self._lanes[index % self.depth].landed.synchronize()
+        row = self._host[index]
+        assert row[0] >= 0, "a row was read before it had landed"
+        return row
+
+    def close(self) -> None:
+        """All lanes wait for the last step, too: torch has a few dozen streams and hands them out in turn, so others
+        may allocate on one of ours what this batch frees now, while the last step still reads it on another."""
+        caller = torch.cuda.current_stream(self.device)
+        for lane in self._lanes:
+            for other in self._lanes:
+                lane.stream.wait_event(other.computed)  # one that was never recorded is no wait
+            caller.wait_stream(lane.stream)
+        del self._report, self._host

@@ -1,0 +1,163 @@
+"""What a call of ``generate`` may ask for, checked. Knows the model's config; knows no tensor of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.errors import InvalidRequestError
+
+# What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
+# transformers would follow it, so here it is refused and not ignored.
+_NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "stop_strings": None,
+    "max_time": None,
+    "num_return_sequences": 1,
+}
+_NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+}
+_NEW_TOKENS, _TOP_K = 20, 50  # where neither the call nor the model says: transformers' own defaults
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next tokens are chosen. A captured step has all of this baked in."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int  # 0: all
+    top_p: float
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None  # None: no end of sequence, so nothing is padded
+
+
+def resolve(
+    generation_config: Any,
+    vocab_size: int,
+    *,
+    max_new_tokens: int | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    num_beams: int | None = None,
+    length_penalty: float | None = None,
+    early_stopping: bool | str | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> tuple[Choice, int]:
+    """The choice, and how many new tokens. None anywhere: what the model's ``generation_config`` says.
+
+    Raises InvalidRequestError with the value and the limit.
+    """
+
+    def given(name: str, default: Any) -> Any:
+        value = getattr(generation_config, name, None)
+        return default if value is None else value
+
+    max_new_tokens = given("max_new_tokens", _NEW_TOKENS) if max_new_tokens is None else max_new_tokens
+    _integer("max_new_tokens", max_new_tokens, 1)
+    num_beams = given("num_beams", 1) if num_beams is None else num_beams
+    _integer("num_beams", num_beams, 1)
+
+    asked = {
+        name: value
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
+        if value is not None
+    }
+    if do_sample is None:
+        do_sample = bool(asked) or bool(given("do_sample", False))
+    elif not isinstance(do_sample, bool):
+        raise InvalidRequestError(f"do_sample is {do_sample!r}, but must be True, False or None")
+    if asked and not do_sample:
+        wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise InvalidRequestError(f"{wish} with do_sample=False: without sampling it would change nothing")
+    temperature = given("temperature", 1.0) if temperature is None else temperature
+    top_k = given("top_k", _TOP_K) if top_k is None else top_k
+    top_p = given("top_p", 1.0) if top_p is None else top_p
+    if do_sample:
+        hint = "; do_sample=False is greedy" if temperature == 0 else ""
+        _number("temperature", temperature, above=0.0, hint=hint)
+        _integer("top_k", top_k, 0)
+        _number("top_p", top_p, above=0.0, most=1.0)
+    for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value != neutral:
+            raise InvalidRequestError(
+                f"the model's generation_config asks for {name}={value!r}, which is not supported here: set it to "
+                f"{neutral!r} in model.generation_config"
+            )
+
+    length_penalty = given("length_penalty", 1.0) if length_penalty is None else length_penalty
+    _number("length_penalty", length_penalty)
+    early_stopping = given("early_stopping", False) if early_stopping is None else early_stopping
+    if not (isinstance(early_stopping, bool) or early_stopping == "never"):
+        raise InvalidRequestError(f"early_stopping is {early_stopping!r}, but must be True, False or 'never'")
+
+    eos = given("eos_token_id", ()) if eos_token_id is None else eos_token_id
+    eos_ids = tuple(dict.fromkeys(eos if isinstance(eos, Sequence) and not isinstance(eos, str) else [eos]))
+    for token in eos_ids:
+        _token("eos_token_id", token, vocab_size)
+    if pad_token_id is None:
+        pad_token_id = given("pad_token_id", None)
+    if pad_token_id is None and eos_ids:
+        pad_token_id = eos_ids[0]
+    if pad_token_id is not None:
+        _token("pad_token_id", pad_token_id, vocab_size)
+    if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
+        raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
+    choice = Choice(
+        do_sample,
+        float(temperature) if do_sample else 1.0,
+        top_k if do_sample else 0,
+        float(top_p) if do_sample else 1.0,
+        num_beams,
+        float(length_penalty),
+        early_stopping,
+        eos_ids,
+        pad_token_id,
+    )
+    return choice, max_new_tokens
+
+
+def _integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number of at least {least}")
+
+
+def _number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf, hint: str = "") -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or not above < value <= most:
+        limits = [f"above {above:g}"] if above > -math.inf else []
+        limits += [f"at most {most:g}"] if most < math.inf else []
+        limit = " and ".join(limits) or "finite"
+        raise InvalidRequestError(f"{name} is {value!r}, but must be a number, {limit}{hint}")
+
+
+def _token(name: str, value: Any, vocab_size: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise InvalidRequestError(f"{name} is {value!r}, but tokens are whole numbers from 0 to {vocab_size - 1}")

@@ -1,0 +1,125 @@
+"""The same tokens as transformers' own loop: greedy and beams, padded and not, with ends in the middle."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.interleave import InterleavedGenerator
+from cbatch.interleave.decoding import Batch, Decoding
+from cbatch.interleave.options import resolve
+from cbatch.interleave.search import Tokens
+from tests.interleave.conftest import Make, expected, prompts
+
+FAMILIES = ["gpt2", "llama", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"]  # the last three with a window of 8
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_and_beams_equal_transformers(tiny: Make, device: str, family: str, cache: Any) -> None:
+    """29 tokens, so that sliding windows slide; rows that end at the sixth token, at others, and not at all."""
+    model = tiny(family, device)
+    ids, mask = prompts(device)
+    generator = InterleavedGenerator(model, cache=cache)
+    for attention_mask in (torch.ones_like(mask), mask):
+        check = functools.partial(check_equal, generator, ids, attention_mask)
+        tokens = check()
+        stop = {"eos_token_id": int(tokens[0, 9 + 5]), "pad_token_id": 1}
+        check(**stop)
+        check(eos_token_id=[stop["eos_token_id"], int(tokens[1, 9 + 2])], pad_token_id=2)
+        check(num_beams=3)
+        check(num_beams=3, **stop)
+
+
+def check_equal(
+    generator: InterleavedGenerator, ids: torch.Tensor, mask: torch.Tensor, count: int = 20, **options: Any
+) -> torch.Tensor:
+    right = expected(generator.model, ids, mask, count, **options)
+    tokens = generator.generate(ids, mask, count, **options)
+    assert isinstance(tokens, torch.Tensor) and tokens.dtype == torch.int64 and tokens.device == right.device
+    assert tokens.tolist() == right.tolist(), options
+    return tokens
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_row_that_ends_early_is_padded_while_others_go_on(tiny: Make, device: str, attention: str) -> None:
+    model = tiny("llama", device)
+    model.set_attn_implementation(attention)
+    ids, mask = prompts(device)
+    free = expected(model, ids, mask, 20)
+    stop = int(free[0, 9 + 3])
+    tokens = InterleavedGenerator(model).generate(ids, mask, 20, eos_token_id=stop, pad_token_id=7)
+    model.set_attn_implementation("sdpa")
+    assert tokens[0, 9 + 4 :].eq(7).all() and tokens[0, : 9 + 4].tolist() == free[0, : 9 + 4].tolist()
+    assert any(row.tolist() == whole.tolist() for row, whole in zip(tokens, free, strict=True)), "no row went on"
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.0])
+def test_beams_with_every_way_to_stop(tiny: Make, device: str, early_stopping: Any, length_penalty: float) -> None:
+    """Several stop tokens, so that beams end all the time, and what an ended search would still do is seen."""
+    generator = InterleavedGenerator(tiny("llama", device))
+    ids, mask = prompts(device, rows=2)
+    ends = {"eos_token_id": list(range(3, 18)), "pad_token_id": 0}
+    how = {"early_stopping": early_stopping, "length_penalty": length_penalty}
+    for beams in (2, 4):
+        check_equal(generator, ids, mask, count=12, num_beams=beams, **ends, **how)
+
+
+def test_the_models_generation_config_decides_what_a_call_leaves_out(tiny: Make, device: str) -> None:
+    model = tiny("qwen3", device)
+    ids, mask = prompts(device)
+    stop = int(expected(model, ids, mask, 12)[1, 9 + 4])
+    before = model.generation_config
+    model.generation_config = type(before)(max_new_tokens=12, eos_token_id=[stop], pad_token_id=1, num_beams=2)
+    try:
+        tokens = InterleavedGenerator(model).generate(ids, mask)
+        assert tokens.tolist() == model.generate(ids, attention_mask=mask).tolist()
+    finally:
+        model.generation_config = before
+
+
+def test_padding_is_found_where_no_mask_says_it(tiny: Make, device: str) -> None:
+    """As transformers does: where the pad token is, unless it is a stop token too."""
+    model = tiny("gpt2", device)
+    ids, mask = prompts(device)
+    ids = ids.masked_fill(mask == 0, 1)
+    generator = InterleavedGenerator(model)
+    for stop in (100, 1):
+        options = {"eos_token_id": stop, "pad_token_id": 1}
+        right = model.generate(ids, max_new_tokens=10, do_sample=False, **options)
+        assert generator.generate(ids, max_new_tokens=10, **options).tolist() == right.tolist()
+
+
+def test_one_token_and_one_row_and_the_last_position(tiny: Make, device: str) -> None:
+    generator = InterleavedGenerator(tiny("gpt2", device))  # of 256 positions
+    for length, count in ((9, 1), (1, 9), (250, 6)):
+        ids = torch.randint(3, 101, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+        check_equal(generator, ids, torch.ones_like(ids), count)
+
+
+def test_what_is_kept_from_one_prompt_serves_another(tiny: Make, device: str) -> None:
+    """A captured step keeps its tensors for the next prompt: nothing of the trial steps or of the last prompt, longer
+    and padded elsewhere, may be left in them. Run here without the graph, so that the CPU sees it too."""
+    model = tiny("gemma2", device)
+    choice, _ = resolve(model.generation_config, 101)
+    search = Tokens(choice, 3, 40, torch.device(device))
+    decoding = Decoding(model, model, search, 40, "static")
+    with torch.no_grad():
+        for trial, length in enumerate((20, 9, 14)):
+            ids, mask = prompts(device, length=length)
+            decoding.load(Batch(ids, mask, True, 10))
+            if not trial:  # what ``capture`` does before it captures
+                decoding.prefill()
+                for _ in range(2):
+                    decoding._rewind()
+                    decoding._step()
+                decoding._rewind()
+                decoding.load(Batch(ids, mask, True, 10))
+            decoding.prefill()
+            for _ in range(9):
+                decoding.step()
+            assert search.result(10).tolist() == expected(model, ids, mask, 10)[:, length:].tolist()

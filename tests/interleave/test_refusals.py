@@ -1,0 +1,145 @@
+"""Every argument works or is refused, with its value and the limit; a refused call leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
+from cbatch.interleave import InterleavedGenerator
+from tests.interleave.conftest import Make, prompts
+from tests.models.families import make_tiny
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, but must be a whole number of at least 1"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"temperature": 0}, "temperature is 0, but must be a number, above 0; do_sample=False is greedy"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_k": -1}, "top_k is -1, but must be a whole number of at least 0"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_p": 0.0}, "top_p is 0.0, but must be a number, above 0 and at most 1"),
+        ({"top_p": 2}, "top_p is 2"),
+        ({"top_p": 0.5, "do_sample": False}, "top_p=0.5 with do_sample=False"),
+        ({"do_sample": 1}, "do_sample is 1"),
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 2, "length_penalty": float("inf")}, "length_penalty is inf"),
+        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
+        ({"eos_token_id": 101}, "eos_token_id is 101, but tokens are whole numbers from 0 to 100"),
+        ({"eos_token_id": [3, -1]}, "eos_token_id is -1"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"pad_token_id": -1}, "pad_token_id is -1"),
+        ({"generator": 5}, "generator is 5"),
+        ({"streamer": object()}, "must have put"),
+        ({"num_beams": 2, "streamer": object()}, "streamer with num_beams=2"),
+    ],
+)
+def test_options_out_of_range(tiny: Make, options: dict[str, Any], says: str) -> None:
+    made = InterleavedGenerator(tiny("llama"))
+    ids, mask = prompts("cpu")
+    with pytest.raises(InvalidRequestError) as error:
+        made.generate(ids, mask, **({"max_new_tokens": 3} | options))
+    assert says in str(error.value)
+    assert made.generate(ids, mask, 1).shape == (3, 10)
+
+
+IDS = torch.tensor([[3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "says"),
+    [
+        (torch.empty(0, 3, dtype=torch.int64), None, "[0, 3]"),
+        (torch.empty(2, 0, dtype=torch.int64), None, "[2, 0]"),
+        (IDS[0], None, "of shape [2], but must be int64 [batch_size, length]"),
+        (IDS.float(), None, "torch.float32"),
+        (IDS + 99, None, "hold 105, but tokens are 0 to 100"),
+        (IDS - 4, None, "hold -1"),
+        (IDS, torch.ones(2, 3), "[2, 3], but must be of shape [2, 2]"),
+        (IDS, [[1, 1], [1, 1]], "attention_mask is list"),
+        (IDS, torch.tensor([[1, 1], [1, 0]]), "row 1 ends in padding"),
+        (IDS, torch.tensor([[0, 0], [1, 1]]), "row 0 ends in padding"),
+        ([[3, 4]], None, "must be a tensor, a text or a list of texts"),
+        ([], None, "must be a tensor, a text or a list of texts"),
+        (7, None, "must be a tensor"),
+        ("text", None, "there is no tokenizer"),
+        ("text", torch.ones(1, 1), "attention_mask with prompts that are text"),
+    ],
+)
+def test_prompts_that_cannot_be_served(tiny: Make, ids: Any, mask: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        InterleavedGenerator(tiny("llama")).generate(ids, mask, 3)
+    assert says in str(error.value)
+
+
+def test_a_prompt_beyond_the_models_positions(tiny: Make) -> None:
+    """Beyond its 256 positions GPT-2 would read past its table, which on a GPU ends the process's use of it."""
+    made = InterleavedGenerator(tiny("gpt2"))
+    with pytest.raises(PromptTooLongError, match="250 tokens and max_new_tokens=7, but the model has 256 positions"):
+        made.generate(torch.full((1, 250), 5), max_new_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_streams": 0}, "num_streams is 0, but must be a whole number of at least 1"),
+        ({"num_streams": 1.5}, "num_streams is 1.5"),
+        ({"num_streams": True}, "num_streams is True"),
+        ({"compile": 1}, "compile is 1"),
+        ({"compile": "max"}, "compile is 'max', but must be True, False or 'cudagraphs'"),
+        ({"cache": "quantized"}, "cache is 'quantized', but must be 'static' or 'dynamic'"),
+        ({"compile": True, "cache": "dynamic"}, "compile=True needs cache='static'"),
+        ({"compile": "cudagraphs"}, "needs a CUDA device, but the model is on cpu"),
+    ],
+)
+def test_generators_that_cannot_be_made(tiny: Make, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        InterleavedGenerator(tiny("gpt2"), **options)
+    assert says in str(error.value)
+
+
+def test_models_that_cannot_be_run_so() -> None:
+    class Wrapped(nn.Module):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="a Wrapped, but must be a PreTrainedModel"):
+        InterleavedGenerator(Wrapped())  # type: ignore[arg-type]
+    for family, says in (("bloom", "no position_ids"), ("llama4_text", "chunks"), ("lfm2", "not attention")):
+        with pytest.raises(UnsupportedModelError, match=says):
+            InterleavedGenerator(make_tiny(family))  # type: ignore[arg-type]
+
+
+def test_what_only_the_generation_config_asks_for_is_refused_and_not_ignored(tiny: Make) -> None:
+    model = tiny("qwen3")
+    ids, mask = prompts("cpu")
+    before = model.generation_config
+    made = InterleavedGenerator(model)
+    try:
+        for options in ({"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 2}, {"do_sample": True, "min_p": 0.1}):
+            model.generation_config = type(before)(**options)
+            name = list(options)[-1]
+            with pytest.raises(InvalidRequestError, match=f"asks for {name}={options[name]}"):
+                made.generate(ids, mask, 3)
+        assert made.generate(ids, mask, 3, do_sample=False).shape == (3, 12)  # min_p is about sampling only
+    finally:
+        model.generation_config = before
+
+
+def test_a_model_in_training_is_refused() -> None:
+    model: Any = make_tiny("gpt2")
+    made = InterleavedGenerator(model)
+    model.train()
+    with pytest.raises(ConfigError, match=r"model\.eval"):
+        made.generate(IDS, max_new_tokens=2)
+
+
+def test_every_refusal_is_one_error_to_catch() -> None:
+    assert issubclass(ConfigError, CBatchError) and issubclass(PromptTooLongError, InvalidRequestError)
