@@ -404,12 +404,14 @@ class Scheduler:
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
-        num_columns = sum(started.num_cached_tokens for started in (*admitted, *self._forked)) // self.block_size
+        num_columns: int | None = None
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
                 break
             if reserved is None:
                 reserved = self._reserved()
+            if num_columns is None:
+                num_columns = sum(other.num_cached_tokens for other in (*admitted, *self._forked)) // self.block_size
             prefix = None
             waits = sequence.wants_prompt_logits and not self._prompt_logits_left
             if self.prefix_cache is not None:
@@ -546,7 +548,14 @@ class Scheduler:
 
     def _reserved(self) -> int:
         """Blocks that running prefills will take: if each took a part of the pool and waited, none would advance."""
-        return sum(map(self._outstanding, self._prefilling))
+        if not self._prefilling:
+            return 0
+        slots = np.array([sequence.slot for sequence in self._prefilling])
+        computed = self.tables.num_computed.take(slots)
+        last = self.tables.num_tokens.take(slots) - computed == 1  # all at once: beams are many, and ask often
+        full = computed == self.block_tables.num_columns.take(slots) * self.block_size
+        rest = [sequence for sequence, one in zip(self._prefilling, last.tolist(), strict=True) if not one]
+        return int(np.count_nonzero(last & full)) * self.num_groups + sum(map(self._outstanding, rest))
 
     def _spare(self, sequence: Sequence) -> int:
         """Blocks that stay free when a sequence starts beside others, so that they can grow a while."""

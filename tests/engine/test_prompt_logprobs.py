@@ -20,7 +20,7 @@ from cbatch.llm import LLM
 from cbatch.models.decoder import Decoder
 from cbatch.models.transformers_model import TransformersModel
 from cbatch.outputs import RequestOutput
-from cbatch.sampling_params import RequestOutputKind, SamplingParams
+from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from cbatch.scheduler.scheduler import Scheduler
 from tests.counting import CountingModel, counted
 from tests.engine.test_sampling import Numbers
@@ -200,6 +200,31 @@ def test_tokens_are_those_without_it(model: nn.Module) -> None:
                 for output in outputs:
                     check(model, output, k)
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [ASYNC, SYNC])
+def test_rows_that_wait_for_the_host_and_beams_in_the_same_steps(model: nn.Module, options: dict[str, Any]) -> None:
+    """Such a step is launched kernel by kernel and sampled later, from its first rows of logits alone."""
+
+    def no_even_tokens(tokens: Any, logits: Any) -> Any:
+        logits[::2] = float("-inf")
+        return logits
+
+    with start(model, **options) as engine:
+        ways: list[dict[str, Any]] = [{"logits_processors": [no_even_tokens]}, {}, {"logprobs": 2}]
+        found = []
+        for k in (2, None):
+            handles = [
+                engine.submit(prompt_of(20 + i, i), asking(0, **{**way, "max_tokens": 9, "prompt_logprobs": k}))
+                for i, way in enumerate(ways * 2)
+            ]
+            beams = engine.submit_beam_search(prompt_of(9), BeamSearchParams(3, 8, ignore_eos=True)).result(120)
+            outputs = [handle.result(120) for handle in handles]
+            for output in outputs if k is not None else []:
+                check(model, output, k)
+            found.append([[answer.token_ids for answer in output.outputs] for output in (*outputs, beams)])
+        assert found[0] == found[1]
+        assert all(token % 2 for token in found[0][0][0])
 
 
 def test_fewer_tokens_in_the_vocabulary_than_asked_for() -> None:
