@@ -101,7 +101,7 @@ class Grammars:
 
         Raises ValueError if it takes too long. It then goes on in that thread; the matcher must not be used again.
         """
-        made = np.empty(self.num_words, np.int32)  # of the thread's own
+        made = np.zeros(self.num_words, np.int32)  # of the thread's own
         thread = threading.Thread(
             target=lambda: matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes),
             name="cbatch-mask",

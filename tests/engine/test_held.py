@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,20 @@ def test_nothing_synchronises_but_the_landing(kind: str, eager: bool) -> None:
             assert [handle.result(60).outputs[0].token_ids for handle in handles] == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["grammar", "processor"])
+def test_a_held_step_that_no_graph_has_rows_for(kind: str) -> None:
+    """Log-probabilities of a prompt: launched kernel by kernel between replays of graphs, in both its parts."""
+    model, found = tiny(), []
+    for options in ({}, {"enforce_eager": True}, {"schedule": "sync"}):
+        with Engine.from_model(model, byte_level(), max_num_seqs=8, block_size=16, num_blocks=64, **options) as engine:
+            first = engine.submit([5, 6], asked(kind))
+            later = [engine.submit([5, 7] * 9, replace(asked(kind), prompt_logprobs=2, logprobs=2)) for _ in range(3)]
+            results = [handle.result(60) for handle in (first, *later)]
+        found.append([result.outputs[0].token_ids for result in results])
+        assert all(len(result.prompt_logprobs or ()) == 18 for result in results[1:])
+    assert found[0] == found[1] == found[2]
 
 
 def test_every_bucket_finds_its_own_logits() -> None:

@@ -17,7 +17,7 @@ from cbatch.engine import Engine
 from cbatch.errors import CBatchError, EngineDeadError, InvalidRequestError
 from cbatch.request import RequestHandle
 from cbatch.sampler import HELD, drawing, encode
-from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tests.counting import CountingModel, counted
 
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
@@ -213,6 +213,38 @@ def test_logprobs_are_of_the_models_own_logits(counting_engine: Start, options: 
     # The model's logits are 1 for the token after the last, and 0 for all others.
     assert changed.logprobs[1][6].logprob == own.logprobs[1][7].logprob > changed.logprobs[1][10].logprob
     assert changed.logprobs[1][6].rank == 1
+
+
+@everywhere
+@pytest.mark.parametrize("pool", [{}, {"num_blocks": 12}], ids=["roomy", "preempting"])
+def test_beams_and_prompt_logprobs_in_the_same_steps(
+    counting_engine: Start, options: dict[str, Any], pool: dict[str, Any]
+) -> None:
+    """A step with log-probabilities of prompts is launched kernel by kernel even where there are graphs, and its rows
+    of logits are not all sampled from; beams are chosen between a step's landing and the sampling of the next."""
+    engine = counting_engine(max_num_seqs=8, **options, **pool)
+
+    def submit(order: int) -> list[Any]:
+        calls: list[Callable[[], Any]] = [
+            lambda: engine.submit([1, 2, 3, 4, 5], greedy(add_up, prompt_logprobs=2, logprobs=1)),
+            lambda: engine.submit_beam_search([7, 8], BeamSearchParams(beam_width=2, max_tokens=6)),
+            lambda: engine.submit([5] * 9, SamplingParams(temperature=0.0, prompt_logprobs=1)),
+            lambda: engine.submit([5], greedy(skip_three)),
+        ]
+        return [calls[(order + i) % 4]() for i in range(4)]
+
+    def found(handle: Any) -> Any:
+        result = handle.result(60)
+        of_prompt = result.prompt_logprobs and [list(one) for one in result.prompt_logprobs[1:]]
+        return [one.token_ids for one in result.outputs], of_prompt
+
+    alone = [found(handle) for handle in [submit(i)[0] for i in range(4)]]
+    assert alone[0] == ([summed([1, 2, 3, 4, 5], 12)], alone[0][1]) and len(alone[0][1]) == 4
+    assert alone[3] == ([[6 + 3 * i for i in range(12)]], None)
+    for order in range(4):
+        handles = submit(order)
+        assert [found(handle) for handle in handles] == [alone[(order + i) % 4] for i in range(4)]
+    assert engine.is_healthy
 
 
 def test_all_other_parameters_come_after(counting_engine: Start) -> None:
