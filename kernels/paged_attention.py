@@ -61,7 +61,7 @@ PREFILL = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
 # On cards without 227 KiB of shared memory.
 PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
 # A step of few prompt tokens behind a long context has few tiles: a chunk beside those who decode is one of 128
-# queries, 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So there a tile has
+# queries, 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So a tile then has
 # fewer queries, for all heads that share the keys, and the keys are split over programs, as decode splits its rows.
 PROGRAMS_FOR_SPLITS = {64: 2, 128: 1, 256: 1}  # a multiprocessor, by the larger padded head size: what is resident
 MIN_PREFILL_SPLIT = 512  # keys that a split of a tile should have

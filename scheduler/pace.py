@@ -22,7 +22,7 @@ _OUTLIER = 4.0  # times the target: more of a step is taken for a hiccup (a kern
 class Pace:
     """``note`` takes in a landed step, ``tokens`` says how many a prompt may have in the next."""
 
-    def __init__(self, target_ms: float, sizes: Sequence[int] = (), tile: int = 64) -> None:
+    def __init__(self, target_ms: float, sizes: Sequence[int] = (), tile: int = 32) -> None:
         """``target_ms``: what a step with decodes may take.
 
         ``sizes``: numbers of tokens that steps are padded to, if they are. ``tile``: queries of a tile in attention.
