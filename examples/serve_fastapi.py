@@ -13,7 +13,14 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from cbatch import AsyncLLM, InvalidRequestError, RequestOutput, RequestOutputKind, SamplingParams
+from cbatch import (
+    AsyncLLM,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 
 class Ask(BaseModel):
@@ -24,7 +31,7 @@ class Ask(BaseModel):
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with AsyncLLM(os.environ.get("CBATCH_MODEL", "smollm2-135m")) as app.state.llm:
+    async with AsyncLLM(os.environ.get("CBATCH_MODEL", "smollm2-135m"), max_queue_size=1000) as app.state.llm:
         yield
 
 
@@ -37,10 +44,12 @@ async def generate(ask: Ask) -> StreamingResponse:
     try:
         delta = RequestOutputKind.DELTA
         params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, output_kind=delta)
-        stream = llm.generate(ask.prompt, params)
+        stream = llm.generate(ask.prompt, params, timeout_s=600)
         first = await anext(stream)  # a bad request is refused here, before the answer has begun
     except InvalidRequestError as error:
         raise HTTPException(400, str(error)) from error
+    except EngineOverloadedError as error:
+        raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
 
     async def events() -> AsyncIterator[str]:
         async with aclosing(stream):  # the client going away cancels us in here, which aborts the request
