@@ -107,9 +107,8 @@ class Executor:
         """
         if admissions:
             self._runner.slot_state.apply(admissions)
-        if plan.swaps is not None:
-            assert self._host_pages is not None
-            self._host_pages.copy(plan.swaps)
+        if self._host_pages is not None:
+            self._host_pages.before_step(plan.swaps)
         if io.num_spare_words:
             self._runner.take_spare(io.spare_words, plan.sizes)
         io.lands_logprobs = bool(plan.flags & LOGPROBS)

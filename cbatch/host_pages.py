@@ -1,8 +1,8 @@
 """Owns the host memory of ``swap_space``: pages of preempted requests, copied there and back. Knows no request.
 
-The copies run on the compute stream, before their step. So they wait for the step that last wrote the pages that go
-out, and for the last one that read those which come in; and the step that uses either waits for them. On the CPU the
-lane's thread does the same with plain memory.
+The copies have a stream of their own. They wait for the steps launched before: those that last wrote the pages that go
+out, and last read those which come in. The step that they are launched for writes what went out, so it waits for that;
+what comes in it leaves alone, and the next step waits for it. On the CPU the lane's thread copies plain memory.
 """
 
 from __future__ import annotations
@@ -35,15 +35,44 @@ class HostPages:
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._pool = kv_cache.pool
         shape, pin = (num_blocks, self._pool.shape[1]), self._pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._pool.device) if pin else None
+        self._coming: torch.cuda.Event | None = None  # what comes in, and no step has waited for
+        if self._stream is not None:
+            self._pool.record_stream(self._stream)  # its memory is nobody else's before the last copy has ended
         try:
             self._pages = torch.empty(shape, dtype=self._pool.dtype, device="cpu", pin_memory=pin)
         except RuntimeError as error:
             raise ConfigError(f"swap_space of {num_blocks} host blocks does not fit: {error}") from error
 
-    def copy(self, swaps: Swaps) -> None:
-        """Launch the copies of a step on the current stream, first those that go out. Waits for nothing on a GPU."""
+    def before_step(self, swaps: Swaps | None) -> None:
+        """Launch a step's copies, and have the current stream, the step's, wait for what it uses. The host does not."""
+        if self._stream is None:
+            if swaps is not None:
+                self._copy_out(swaps)
+                self._copy_in(swaps)
+            return
+        compute = torch.cuda.current_stream(self._pool.device)
+        if self._coming is not None:
+            compute.wait_event(self._coming)
+            self._coming = None
+        if swaps is None:
+            return
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            self._copy_out(swaps)
+            if swaps.out_blocks.size:
+                compute.wait_event(self._stream.record_event())
+            self._copy_in(swaps)
+            self._coming = self._stream.record_event()
+        if swaps.is_needed:
+            compute.wait_event(self._coming)
+            self._coming = None
+
+    def _copy_out(self, swaps: Swaps) -> None:
         for block, host, count in _runs(swaps.out_blocks, swaps.out_host):
             self._pages[host : host + count].copy_(self._pool[block : block + count], non_blocking=True)
+
+    def _copy_in(self, swaps: Swaps) -> None:
         for block, host, count in _runs(swaps.in_blocks, swaps.in_host):
             self._pool[block : block + count].copy_(self._pages[host : host + count], non_blocking=True)
 

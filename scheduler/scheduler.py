@@ -106,7 +106,7 @@ class Scheduler:
         self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
-        self._forked: set[Sequence] = set()  # have a slot, and were in no step yet
+        self._forked: set[Sequence] = set()  # have a slot, and were in no step yet: forks, and who is swapped in
         self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``go_on``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -268,6 +268,8 @@ class Scheduler:
             self._prefilling.remove(sequence)
         self._paused.discard(sequence)
         self.block_tables.clear(slot)
+        if self.swap is not None:
+            self.swap.cancel(sequence)
         if self.prefix_cache is not None and sequence.node is not None:
             self._withdraw(sequence)
             self.prefix_cache.leave(sequence.node)
@@ -436,7 +438,12 @@ class Scheduler:
                     break
                 reserved = None
             self._waiting.remove(sequence)
+            is_swapped = sequence.swapped is not None
             self._start(sequence, prefix)
+            if is_swapped and (chunks or self.tables.decoding.any()):  # it comes in while others are computed
+                self._forked.add(sequence)
+                reserved = None
+                continue
             admitted.append(sequence)
             num_tokens = self._grow_prefill(sequence, budget)
             assert num_tokens > 0, "a sequence started without room"
@@ -749,7 +756,7 @@ class Scheduler:
             sequences=t.sequences[slots],
             admitted=admitted,
             chunks=chunks,
-            swaps=self.swap.take_plan() if self.swap is not None else None,
+            swaps=self.swap.take_plan(chunks) if self.swap is not None else None,
         )
         self._settle(slots[:num_decodes], chunks)
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]

@@ -19,13 +19,17 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swaps:
-    """What is copied before a step. First ``out_blocks`` of the pool to ``out_host``, whose blocks are all different;
-    then ``in_host`` to ``in_blocks``. A block may be among both: it went out, and is taken for what comes in."""
+    """What is copied for a step. First ``out_blocks`` of the pool to ``out_host``, whose blocks are all different, then
+    ``in_host`` to ``in_blocks``. A block may be among both: it went out, and is taken for what comes in.
+
+    The step writes what went out. It uses what comes in only where ``is_needed``; else the next one is the first to.
+    """
 
     out_blocks: Ints
     out_host: Ints
     in_host: Ints
     in_blocks: Ints
+    is_needed: bool
 
 
 class SwapSpace:
@@ -44,7 +48,7 @@ class SwapSpace:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._freed: list[int] = []  # by what comes in before the next step
         self._out: list[tuple[Ints, Ints]] = []
-        self._in: list[tuple[Ints, Ints]] = []
+        self._in: dict[Sequence, tuple[Ints, Ints]] = {}
 
     @property
     def num_free(self) -> int:
@@ -84,7 +88,7 @@ class SwapSpace:
         assert sequence.swapped is not None
         wanted = sequence.swapped[:, columns:]
         host = wanted[wanted >= 0]
-        self._in.append((host, blocks))
+        self._in[sequence] = host, blocks
         self.num_blocks_in += host.size
         self._freed += sequence.swapped[sequence.swapped >= 0].tolist()
         sequence.swapped, sequence.swapped_len = None, 0
@@ -100,22 +104,30 @@ class SwapSpace:
         self._free += gone.tolist()
         sequence.swapped, sequence.swapped_len = None, 0
 
-    def take_plan(self) -> Swaps | None:
-        """What is to be copied before the step that is written now; None: nothing."""
+    def cancel(self, sequence: Sequence) -> None:
+        """A sequence gives its blocks back before a step brought anything in: they may be another's in that step."""
+        self._in.pop(sequence, None)
+
+    def take_plan(self, chunks: list[tuple[Sequence, int]]) -> Swaps | None:
+        """What is to be copied for the step that is written now, with these chunks; None: nothing."""
         if not self._out and not self._in:
             return None
         out, into = (
             [np.concatenate(arrays) for arrays in zip(*pairs, strict=True)] if pairs else [_NONE, _NONE]
-            for pairs in (self._out, self._in)
+            for pairs in (self._out, list(self._in.values()))
         )
+        is_needed = any(sequence in self._in for sequence, _ in chunks)
         self._out.clear()
         self._in.clear()
         self._free += self._freed
         self._freed.clear()
-        return Swaps(*out, *into) if out[0].size or into[0].size else None
+        if not out[0].size and not into[0].size:
+            return None
+        return Swaps(out[0], out[1], into[0], into[1], is_needed)
 
     def check(self, waiting: list[Sequence]) -> None:
         held = [host for s in waiting if s.swapped is not None for host in s.swapped[s.swapped >= 0].tolist()]
-        assert sorted([*self._free, *held]) == list(range(self.num_blocks)), "a host block is lost or doubled"
-        assert not self._freed and not self._in, "what comes in was not planned"
+        assert sorted([*self._free, *self._freed, *held]) == list(range(self.num_blocks)), (
+            "a host block is lost or doubled"
+        )
         assert all(s.swapped is None or 0 < s.swapped_len < len(s.token_ids) for s in waiting)

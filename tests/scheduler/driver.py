@@ -81,6 +81,7 @@ class Driver:
         self.pages = np.full((s.blocks.num_blocks * s.block_size,), NO_KV, np.int64)
         num_host_blocks = s.swap.num_blocks if s.swap is not None else 0
         self.host_pages = np.full((num_host_blocks, s.block_size), NO_KV, np.int64)
+        self.coming: Any = None  # what comes in from the host, for the next step
         self.last_tokens = np.full(rows, -1, np.int64)
         self.owners: dict[int, Sequence] = {}  # by slot, as of the step that was planned last
         self.in_flight: deque[tuple[StepPlan, np.ndarray[Any, Any]]] = deque()
@@ -176,11 +177,20 @@ class Driver:
         sources, own = words[behind : behind + 2 * sizes.num_copies].reshape(2, -1)
         assert not set(sources.tolist()) & set(own.tolist()) and len(set(own.tolist())) == own.size
         pages = self.pages.reshape(-1, s.block_size)
+        if self.coming is not None:
+            pages[self.coming.in_blocks] = self.host_pages[self.coming.in_host]
+            self.coming = None
         if (swaps := plan.swaps) is not None:
             assert np.unique(swaps.out_host).size == swaps.out_host.size, "two blocks go out to one place"
             assert np.unique(swaps.in_blocks).size == swaps.in_blocks.size, "two blocks come in to one place"
             self.host_pages[swaps.out_host] = pages[swaps.out_blocks]
-            pages[swaps.in_blocks] = self.host_pages[swaps.in_host]
+            if swaps.is_needed:
+                pages[swaps.in_blocks] = self.host_pages[swaps.in_host]
+            else:  # as late as can be, and the step leaves it alone
+                self.coming = swaps
+                pages[swaps.in_blocks] = NO_KV
+                used = (host.slot_mapping[:, : sizes.num_tokens] // s.block_size).ravel().tolist()
+                assert not set(swaps.in_blocks.tolist()) & {*used, *sources.tolist(), *own.tolist()}
         pages[own] = pages[sources]
         flat[host.table_index] = host.table_value
         flat[overflow[0]] = overflow[1]

@@ -137,10 +137,10 @@ def test_host_blocks_that_come_in_are_free_from_the_next_plan_on() -> None:
     swap = SwapSpace(2)
     first, second = (Sequence(np.zeros(9, np.int32), 20) for _ in range(2))
     swap.save(first, np.array([[5, 6]], np.int32), 8)
-    swap.take_plan()
+    swap.take_plan([])
     swap.load(first, 0, np.array([7, 8], np.int32))
     assert swap.num_free == 0
-    plan = swap.take_plan()
+    plan = swap.take_plan([])
     assert plan is not None and plan.in_blocks.tolist() == [7, 8] and swap.num_free == 2
     swap.save(second, np.array([[3]], np.int32), 4)
     assert swap.num_free == 1
