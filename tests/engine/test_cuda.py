@@ -14,6 +14,7 @@ import torch
 
 from cbatch.engine import Engine
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from cbatch.scheduler.swap import SwapSpace
 from tests.counting import CountingModel, counted
 from tests.engine.test_engine import churn, settle
 from tests.models.families import make_tiny
@@ -71,6 +72,13 @@ def test_nothing_synchronises_but_the_landing() -> None:
     """CUDA calls that wait on their own (a copy from pageable memory, ``.item()``) raise in this mode."""
     for eager in (True, False):
         check_that_nothing_synchronises("llama", enforce_eager=eager)
+
+
+def test_nothing_synchronises_where_blocks_are_shared_dropped_and_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: True)
+    for eager in (True, False):
+        options = {"enable_prefix_caching": True, "swap_space": 0.01, "block_size": 4, "num_blocks": 34}
+        check_that_nothing_synchronises("gemma2", enforce_eager=eager, **options)
 
 
 def check_that_nothing_synchronises(family: str, *, enforce_eager: bool, **options: Any) -> None:

@@ -179,6 +179,33 @@ def test_penalties_and_seeds_survive_a_swap(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers[0] == answers[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["copies", "compute"])
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"depth": 4}], ids=str)
+def test_swaps_equal_solo_though_a_stream_is_late(
+    late: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies wait for the step before, and the steps behind wait for them: nobody is right by being quick."""
+    monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: True)
+    with start(device="cuda", swap_space=0.01, **options) as engine:
+        lane: Any = engine._lane
+        stream = engine._executor._host_pages._stream if late == "copies" else lane.compute  # type: ignore[union-attr]
+        launch, calls = lane.launch, iter(range(10**6))
+
+        def delayed(*args: Any, **more: Any) -> None:
+            if next(calls) % 3 == 0:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(20_000_000)
+            launch(*args, **more)
+
+        lane.launch = delayed
+        preempt_often(engine)
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone(device="cuda")
+        assert engine.stats()["num_blocks_in"] > 10
+        at_rest(engine)
+
+
 def test_swap_space_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"swap_space is 1e-09 GiB, but a block takes .* MiB"):
         start(swap_space=1e-9)
