@@ -32,17 +32,18 @@ def decode(run: dict[str, Any]) -> str:
 
 
 def decode_rows() -> Iterator[tuple[str, str, str, str]]:
-    for name in ("h200-decode-8b", "h200-decode-1b"):
-        runs = load(name)["runs"]
-        sync = {run["mean_context"] // 100: run for run in runs if run["schedule"] == "sync"}
-        for run in runs:
-            if run["schedule"] == "sync":
-                continue
-            beside = next((other for at, other in sync.items() if abs(at - run["mean_context"] // 100) < 2), None)
-            shape = (
-                f"{SHAPES[run['model']]} shape, {run['num_requests']} requests at a context of {run['mean_context']:,}"
-            )
-            yield f"decode, {shape}", decode(run), f'`schedule="sync"`: {decode(beside)}' if beside else "", "decode"
+    for run in load("h200-decode-contexts")["runs"]:
+        shape = f"{SHAPES[run['model']]} shape, {run['num_requests']} requests at a context of {run['mean_context']:,}"
+        yield f"decode, {shape}", decode(run), "", "decode --contexts …"
+    greedy, everything, grammar = load("h200-decode-sampling")["runs"][:3]
+    first = greedy["ms_per_step_p50"]
+    yield (
+        f"the same with every sampling parameter set; with a grammar in one row (context {greedy['mean_context']:,})",
+        f"{everything['ms_per_step_p50']:.2f} ms; {grammar['ms_per_step_p50']:.2f} ms a step",
+        f"greedy {first:.2f} ms: {everything['ms_per_step_p50'] / first - 1:.1%} and "
+        f"{grammar['ms_per_step_p50'] / first - 1:.1%} more",
+        "decode --sampling …",
+    )
 
 
 def other_rows() -> Iterator[tuple[str, str, str, str]]:
@@ -73,12 +74,28 @@ def other_rows() -> Iterator[tuple[str, str, str, str]]:
         f"{run['matrix_rate_share']:.0%} of matrix products alone",
         "prefill",
     )
-    runs_by_schedule = {run["schedule"]: run for run in load("h200-headline")["runs"]}
-    texts = [
-        f"{run['duration_s']:.1f} s, {run['output_tokens_per_s']:,.0f} tokens/s, active {run['activity_pct']:.1f}%"
-        for run in (runs_by_schedule["async"], runs_by_schedule["sync"])
-    ]
-    yield "32 requests, 128 tokens in, 8,192 out, 8B shape", texts[0], f'`schedule="sync"`: {texts[1]}', "headline"
+    cached, computed = load("h200-shared-prefix")["runs"]
+    yield (
+        "1,000 requests in 64 groups that share 1,024 tokens, 64 of their own, 64 out, 8B shape",
+        f"{cached['duration_s']:.1f} s, {cached['hit_rate']:.0%} of prompt tokens from the prefix cache",
+        f"`enable_prefix_caching=False`: {computed['duration_s']:.1f} s",
+        "shared_prefix",
+    )
+    (headline,) = load("h200-headline")["runs"]
+    yield (
+        "32 requests, 128 tokens in, 8,192 out, 8B shape",
+        f"{headline['duration_s']:.1f} s, {headline['output_tokens_per_s']:,.0f} tokens/s, active "
+        f"{headline['activity_pct']:.1f}%",
+        "",
+        "headline",
+    )
+    start = load("h200-startup")
+    yield (
+        "from process start to ready, 8B shape, 256 requests",
+        f"{start['warm']['total_s']:.1f} s",
+        f"with Triton's cache cold: {start['cold']['total_s']:.1f} s",
+        "startup",
+    )
     against = load("cpu-vs-transformers")
     yield (
         "SmolLM2-135M, float32, 2 CPU cores: 32 chat prompts, 64 tokens each",

@@ -16,7 +16,7 @@ from tests.kernels.targets import assert_rounded, random, run_under_the_interpre
 # Far from zero the activations count on 1 / (inf + 1) = 0; numpy, which stands for the GPU here, mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 CARD = torch.device("cuda", 0)
-ROWS = (16, 32, 64, 128)  # those that the table has
+ROWS = (16, 32, 64, 128)  # those that the table has of every shape
 SIZES = (16, 32, 48, 64, 80, 96, 128)
 
 
@@ -217,7 +217,7 @@ def test_every_entry_that_ships_is_a_kernel():
     tables = linear.read_table(Path(linear.__file__).with_name("gemm_table.json"))
     assert "NVIDIA H200" in tables
     for shape, entries in tables["NVIDIA H200"].items():
-        assert set(entries) == set(ROWS), shape
+        assert set(ROWS) <= set(entries) <= set(linear.ROWS), shape
         for rows, config in entries.items():
             if config is not None:
                 assert config.fits(rows, shape.endswith("gated")) and config.shared_bytes(rows, False) <= 227 * 1024
