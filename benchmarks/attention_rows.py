@@ -116,6 +116,25 @@ def prefill(length: int, head_dim: int) -> Row:
     )
 
 
+def chunk(length: int, context_len: int) -> Row:
+    """The last tokens of a long prompt, 32 heads on 8 of 128. Beside it SDPA over contiguous K and V, unmasked."""
+    pages = Pages([context_len], 4, 32, 8, 128, torch.bfloat16, "cuda", query_len=length)
+    distance, us = _on_pages(pages)
+    q = torch.randn(1, 32, length, 128, dtype=torch.bfloat16, device="cuda")
+    dense = torch.randn(4, 2, 1, 8, context_len, 128, dtype=torch.bfloat16, device="cuda")
+    sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    return Row(
+        kernel="attend, chunk",
+        case=f"{length} tokens behind {context_len - length}",
+        us=us,
+        amount=4 * 32 * 128 * length * (context_len - length // 2),
+        unit="TFLOP/s",
+        beside="SDPA, contiguous",
+        beside_us=us_per_call([partial(sdpa, q, k, v) for k, v in dense]),
+        error=distance,
+    )
+
+
 def _on_pages(pages: Pages) -> tuple[float, float]:
     """The first layer's error, and microseconds a layer."""
     backend, b = make_backend("triton", torch.device("cuda")), pages.batch
@@ -137,6 +156,8 @@ def cases() -> Iterator[tuple[str, partial[Row]]]:
         yield "attend", partial(decode, context_len, layers, 64)
     for head_dim in (128, 64):
         yield "attend", partial(prefill, 4096, head_dim)
+    for length, context_len in ((32, 50_000), (64, 50_000), (32, 100_000), (96, 100_000), (512, 50_000)):
+        yield "attend", partial(chunk, length, context_len)
 
 
 def cpu_ms(layers: list[Any], attend: Callable[[Any], object], repeats: int) -> float:

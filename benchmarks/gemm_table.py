@@ -56,14 +56,14 @@ TILES = {
     64: "64x64x6x4 64x128x3x4 64x128x4x4 128x64x4x4 128x64x4x8 128x128x3x4 128x128x3x8",
     128: "64x64x4x4 64x128x3x4 128x64x3x4 128x64x4x4 128x64x4x8 128x128x2x8 128x128x3x8",
 }
-TILES |= {48: TILES[64], 80: TILES[128], 96: TILES[128]}
+TILES |= {48: f"{FEW} 128x64x4x8 128x128x3x8", 80: f"{TILES[64]} 64x64x4x4 128x64x3x4", 96: TILES[128]}
 GATED_TILES = {
     16: FEW_GATED,
     32: FEW_GATED,
     64: "64x64x3x4 64x64x4x4 64x64x6x4 64x128x2x4 64x128x3x4 64x128x3x8 128x64x3x8",
     128: "64x64x3x4 64x64x4x4 64x64x4x8 64x128x2x8 64x128x3x8 128x64x3x8 128x64x4x8",
 }
-GATED_TILES |= {48: GATED_TILES[64], 80: GATED_TILES[128], 96: GATED_TILES[128]}
+GATED_TILES |= {48: f"{FEW_GATED} 64x128x3x8 128x64x3x8", 80: f"{GATED_TILES[64]} 64x64x4x8", 96: GATED_TILES[128]}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def products(model: str) -> list[Product]:
 
 
 def candidates(product: Product, block_m: int, num_multiprocessors: int) -> list[Config]:
-    """At most 24: each tile, K split by the three numbers that come nearest to 3 programs for 2 multiprocessors."""
+    """At most 30: each tile, K split by the three numbers that come nearest to 3 programs for 2 multiprocessors."""
     gated = product.kind == "gated"
     found = []
     for tile in (GATED_TILES if gated else TILES)[block_m].split():

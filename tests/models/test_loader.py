@@ -68,6 +68,7 @@ def test_the_config_file_alone_is_enough_for_dummy_weights(folder):
         ("llama-1b", 1_235_814_400),
         ("smollm2-shape", 134_515_008),
         ("gpt2-shape", 124_439_808),
+        ("qwen3-8b", 8_190_735_360),
     ],
 )
 def test_the_shapes_that_ship_have_the_sizes_of_their_models(name, parameters):
@@ -79,7 +80,7 @@ def test_the_shapes_that_ship_have_the_sizes_of_their_models(name, parameters):
 
 
 def test_every_shape_that_ships_is_tested_above():
-    assert shape_names() == ("gpt2-shape", "llama-1b", "llama-8b", "smollm2-shape")
+    assert shape_names() == ("gpt2-shape", "llama-1b", "llama-8b", "qwen3-8b", "smollm2-shape")
 
 
 def test_the_demo_alias_needs_only_its_config_for_dummy_weights():
