@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import queue
 import threading
 import time
 import traceback
@@ -23,20 +22,18 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cbatch import debug, interpreter
 from cbatch.backlog import Backlog
-from cbatch.beam_search import BeamSearch, Hypothesis
-from cbatch.beams import BeamHandle, Beams, beam_sequence
+from cbatch.beams import BeamHandle, Beams
 from cbatch.buffers import IOBuffer
 from cbatch.config import EngineConfig
+from cbatch.delivery import Delivery, Results
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -47,38 +44,31 @@ from cbatch.errors import (
 )
 from cbatch.executor import Executor, suitable_backend
 from cbatch.grammar import Grammars
-from cbatch.held import Held, HeldRow
+from cbatch.held import Held
 from cbatch.host_pages import num_host_blocks
+from cbatch.intake import BeamDraft, Draft, Intake
 from cbatch.limits import Limits
 from cbatch.memory import num_blocks
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
-from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptLogprobs, PromptRows, prompt_rows
-from cbatch.request import ParallelHandle, RequestHandle, Wakers
-from cbatch.sampler import HELD, LOGPROBS, PROCESSED, encode
+from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptRows, prompt_rows
+from cbatch.request import RequestHandle
+from cbatch.sampler import HELD, LOGPROBS, PROCESSED
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import group_layers
 from cbatch.scheduler.pace import Pace
-from cbatch.scheduler.plan import Landed, StepPlan
+from cbatch.scheduler.plan import StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from cbatch.slot_state import Admission
 from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
-from cbatch.text import TextUntilStop, bad_word_ids
 from cbatch.timeline import StepTimes, Timeline
 
 _MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-# Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
-# ranks [rows].
-Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
-# Of prompts of which a step has computed a part: whose, and the records of its next tokens.
-PromptParts = Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]
-BeamEnds = Iterable[tuple[BeamHandle, list[Hypothesis]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,9 +99,6 @@ class Engine:
         self.startup_s: dict[str, float] = {}  # what building took, part by part, in seconds
         begin = time.perf_counter()
         self.model, self.tokenizer = model, tokenizer
-        self._generation_config = model.generation_config
-        self._eos_token_ids = model.eos_token_ids
-        self._vocab_size = model.vocab_size
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
         if model.device.type == "cuda":
@@ -140,7 +127,7 @@ class Engine:
                 f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
                 f"do not fit: {error}"
             ) from error
-        self._limits = Limits(
+        limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
             num_usable_blocks=self.scheduler.blocks.num_usable,
@@ -163,6 +150,7 @@ class Engine:
         self.startup_s["graphs"] = time.perf_counter() - begin
         self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
         self._held = Held(self._grammars, model.vocab_size)
+        self._intake = Intake(model, tokenizer, limits, self._grammars, config.seed)
         self._clock = StepClock()
         self._timeline: Timeline | None = None
         self._checks = debug.LoopChecks(self.scheduler, self._lane) if debug.enabled() else None
@@ -182,13 +170,9 @@ class Engine:
         self._closing = False
         self._error: BaseException | None = None
         self._ids = itertools.count()
-        self._seeds = np.random.default_rng(config.seed)
 
         self._in_flight: deque[Step] = deque()
-        self._outbox: queue.SimpleQueue[tuple[Landed, Logprobs | None, PromptParts, BeamEnds, float] | None] = (
-            queue.SimpleQueue()
-        )
-        self._delivery = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
+        self._delivery = Delivery(model.vocab_size, self._delivery_failed)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
             begin = time.perf_counter()
@@ -231,10 +215,10 @@ class Engine:
                 self._in_flight.append(step)
             if step and step.plan.flags & HELD:  # what the host decides of batch N+1 depends on batch N's tokens
                 while self._in_flight[0] is not step:
-                    self.deliver(*self.land(self._in_flight.popleft()))
+                    self.deliver(self.land(self._in_flight.popleft()))
                 self.sample(step)
             if self._in_flight and (len(self._in_flight) >= self.depth or not step):
-                self.deliver(*self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
+                self.deliver(self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
 
     def admit(self) -> bool:
         """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
@@ -318,7 +302,7 @@ class Engine:
         self._lane.go_on(io, partial(self._executor.sample, io, plan, num_masks, edits, step.prompts), words)
         step.host_us += (time.perf_counter() - start) * 1e6
 
-    def land(self, step: Step) -> tuple[Landed, Logprobs | None, PromptParts, BeamEnds]:
+    def land(self, step: Step) -> Results:
         """Wait for a batch, and take its tokens in; with the log-probabilities, where some row or prompt wants them."""
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
@@ -340,9 +324,9 @@ class Engine:
             ids, values, ranks = logprobs
             logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
         self._num_output_tokens += landed.tokens.size
-        over: BeamEnds = ()
+        searches: list[Any] = []  # that are over
         if self._beams:
-            landed, logprobs, over = self._beams.land(landed, logprobs)
+            landed, logprobs, searches = self._beams.land(landed, logprobs)
         if self._checks is not None:
             self._checks.taken_in()
         self._num_wasted += landed.num_wasted
@@ -352,69 +336,23 @@ class Engine:
             step.times.note(step.host_us, called, start, end)
             if not self._timeline.add(step.times):
                 self._timeline = None
-        return landed, logprobs, () if step.prompts is None else step.prompts.land(), over
+        return Results(landed, logprobs, () if step.prompts is None else step.prompts.land(), searches)
 
-    def deliver(self, landed: Landed, logprobs: Logprobs | None, prompts: PromptParts, beams: BeamEnds) -> None:
+    def deliver(self, results: Results) -> None:
         """Hand a batch of results over to the delivery thread; nothing a consumer does is waited for."""
-        self._outbox.put((landed, logprobs, prompts, beams, time.monotonic()))
+        self._delivery.put(results)
 
-    def _hand_out(self) -> None:
-        wakers = Wakers()
-        try:
-            while (batch := self._next_batch(wakers)) is not None:
-                self._push(*batch, wakers)
-                del batch
-        except BaseException as error:  # without this thread nobody would hear anything again
-            with self._changed:
-                self._error, self._closing = error, True
-                self._changed.notify()
-        finally:
-            wakers.flush()
-
-    def _next_batch(self, wakers: Wakers) -> tuple[Landed, Logprobs | None, PromptParts, BeamEnds, float] | None:
-        """Wait for the next results, and meanwhile wake who is still to be woken."""
-        while True:
-            try:
-                return self._outbox.get(timeout=0.004 if wakers.threads else None)
-            except queue.Empty:
-                wakers.wake()
-
-    def _push(
-        self,
-        landed: Landed,
-        logprobs: Logprobs | None,
-        prompts: PromptParts,
-        beams: BeamEnds,
-        now: float,
-        wakers: Wakers,
-    ) -> None:
-        for owner, records in prompts:  # before the first token, whose reader wants them
-            owner.add(records)
-        for search, found in beams:
-            search.finish(found, now, wakers)
-        ends = {id(finish.sequence): finish for finish in landed.finished}
-        for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
-            handle = _handle(sequence)
-            own = None
-            if logprobs is not None and (wanted := handle.params.logprobs) is not None:
-                ids, values, ranks = logprobs
-                count = min(1 + wanted, 1 + self._vocab_size)
-                own = ids[row, :count].tolist(), values[row, :count].tolist(), int(ranks[row])
-            if finish := ends.get(id(sequence)):
-                # An entry of stop_token_ids; or else the model's end of sequence, which is no reason of its own.
-                reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
-                handle.push(token, now, finish.reason, reason, wakers, own)
-            else:
-                handle.push(token, now, None, None, wakers, own)
-        wakers.wake()
+    def _delivery_failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._error, self._closing = error, True
+            self._changed.notify()
 
     def _main(self) -> None:
         try:
             self.run()
         except BaseException as error:
             self._error = error
-        self._outbox.put(None)
-        self._delivery.join()
+        self._delivery.close()
         with self._lock:
             self._closing = True
             handles = list(self._live.values())
@@ -457,71 +395,9 @@ class Engine:
             EngineOverloadedError: ``max_queue_size`` wait already.
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
-        if self._closing or self._error is not None:
-            raise self._ending()
-        self._backlog.check(1, request_id)  # before any work is done for it
-        prompt = self._limits.prompt(prompt_token_ids, request_id)
-        params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
-        max_len = self._limits.max_len(len(prompt), params, request_id)
-        priority = self._limits.priority(priority, request_id)
-        salt = self._limits.cache_salt(cache_salt, request_id)
-        timeout_s = self._limits.timeout(timeout_s, request_id)
-        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
-        stop_ids = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
-        banned = self._limits.bans(params, bad_words, stop_ids, request_id)
-        with self._lock:
-            seed = int(self._seeds.integers(2**64, dtype=np.uint64)) if params.seed is None else params.seed
-        encoded = [
-            encode(params, seed + i, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
-            for i in range(params.n)
-        ]
-        prompt_ids: list[int] = prompt.tolist()
-        matchers = [self.compile_grammar(params, request_id) for _ in encoded]
-        texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
-        with self._lock:
-            request_id = self._free_id(request_id)
-            self._backlog.check(params.n, request_id)
-            now = time.monotonic()
-            children = []
-            for i, (state, text, matcher) in enumerate(zip(encoded, texts, matchers, strict=True)):
-                name = request_id if params.n == 1 else f"{request_id}-{i}"
-                of_prompt = None
-                if params.prompt_logprobs is not None and i == 0:
-                    of_prompt = PromptLogprobs(len(prompt), params.prompt_logprobs, self._vocab_size)
-                child = RequestHandle(
-                    name, prompt_ids, params, self.tokenizer, self._ended, text, request_id, i, of_prompt
-                )
-                child.upload = state.upload
-                if state.flags & HELD:
-                    child.held = HeldRow(
-                        prompt_ids,
-                        params,
-                        matcher,
-                        eos_token_ids=self._eos_token_ids,
-                        stop_ids=stop_ids,
-                        bad_word_ids=banned,
-                    )
-                child.sequence = Sequence(
-                    prompt,
-                    max_len,
-                    stop_token_ids=stop_ids,
-                    sampling_bits=state.words,
-                    flags=state.flags,
-                    skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
-                    wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
-                    payload=child,
-                    priority=priority,
-                    cache_salt=salt,
-                )
-                child.metrics.arrival_time = now
-                child.deadline = None if timeout_s is None else now + timeout_s
-                children.append(child)
-            handle = children[0] if params.n == 1 else ParallelHandle(request_id, tuple(children))
-            self._live[request_id] = handle
-            self._backlog.enter(children)
-            self._inbox += [("add", child.sequence) for child in children]
-            self._changed.notify()
-        return handle
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        self._check_open(request_id)
+        return self._enter(self._intake.request(prompt_token_ids, params, request_id, **options), request_id)
 
     def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
         """The grammar of ``structured_outputs``, None where there are none. What ``submit`` does too; from any thread.
@@ -531,10 +407,7 @@ class Engine:
         Raises:
             InvalidRequestError: there is no such grammar, or the extra is missing.
         """
-        if params.structured_outputs is None:
-            return None
-        who = "request" if request_id is None else f"request {request_id}"
-        return self._grammars.matcher(params.structured_outputs, who)
+        return self._intake.compile_grammar(params, request_id)
 
     def submit_beam_search(
         self,
@@ -550,27 +423,27 @@ class Engine:
 
         Raises: as ``submit``.
         """
+        options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
+        self._check_open(request_id)
+        draft = self._intake.beam_search(prompt_token_ids, params, request_id, **options)
+        handle: BeamHandle = self._enter(draft, request_id)  # type: ignore[assignment]
+        return handle
+
+    def _check_open(self, request_id: str | None) -> None:
+        """Before any work is done for a request: raises if it cannot be taken."""
         if self._closing or self._error is not None:
             raise self._ending()
         self._backlog.check(1, request_id)
-        prompt = self._limits.prompt(prompt_token_ids, request_id)
-        eos = () if getattr(params, "ignore_eos", False) else self._eos_token_ids
-        params = self._limits.beams(params, len(eos), request_id)
-        max_len = self._limits.max_len(len(prompt), params, request_id)
-        priority = self._limits.priority(priority, request_id)
-        salt = self._limits.cache_salt(cache_salt, request_id)
-        timeout_s = self._limits.timeout(timeout_s, request_id)
-        search = BeamSearch(params, max_len - len(prompt), eos)
+
+    def _enter(self, draft: Draft | BeamDraft, request_id: str | None) -> RequestHandle:
+        """Queue what was drafted."""
         with self._lock:
             request_id = self._free_id(request_id)
-            self._backlog.check(1, request_id)
-            handle = BeamHandle(request_id, prompt, params, self.tokenizer, self._ended, search)
-            handle.sequence = beam_sequence(handle, prompt, max_len, priority, salt)
-            handle.metrics.arrival_time = now = time.monotonic()
-            handle.deadline = None if timeout_s is None else now + timeout_s
+            self._backlog.check(draft.num_answers, request_id)
+            handle = draft.open(request_id, self._ended)
             self._live[request_id] = handle
-            self._backlog.enter([handle])
-            self._inbox.append(("add", handle.sequence))
+            self._backlog.enter(handle.children)
+            self._inbox += [("add", child.sequence) for child in handle.children]
             self._changed.notify()
         return handle
 
@@ -584,12 +457,10 @@ class Engine:
             raise DuplicateRequestError(f"request {request_id}: a request with this id is still running")
         return request_id
 
-    @cached_property
+    @property
     def default_sampling_params(self) -> SamplingParams:
         """What a request without ``SamplingParams`` gets: the model's ``generation_config``."""
-        if self._generation_config is None:
-            return SamplingParams()
-        return SamplingParams.from_generation_config(self._generation_config)
+        return self._intake.default_sampling_params
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id, with all its answers; False if none of this id is running."""

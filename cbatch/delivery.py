@@ -1,0 +1,95 @@
+"""Owns the thread that hands results to their consumers: nothing that a consumer does is waited for by the loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.beam_search import Hypothesis
+from cbatch.beams import BeamHandle
+from cbatch.prompt_logprobs import PromptLogprobs
+from cbatch.request import RequestHandle, Wakers
+from cbatch.scheduler.plan import Landed
+from cbatch.streams import THREAD_PREFIX
+
+# Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
+# ranks [rows].
+Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """What has landed of a step, for its consumers."""
+
+    landed: Landed
+    logprobs: Logprobs | None  # of the landed tokens
+    prompts: Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]  # of whose prompt a part is computed, and its records
+    beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # searches that are over
+
+
+class Delivery:
+    """Takes results in and returns at once; a thread of its own hands them out, in order."""
+
+    def __init__(self, vocab_size: int, failed: Callable[[BaseException], None]) -> None:
+        """``failed`` is called by the thread that an exception ends: without it nobody would hear anything again."""
+        self._vocab_size, self._failed = vocab_size, failed
+        self._outbox: queue.SimpleQueue[tuple[Results, float] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, results: Results) -> None:
+        self._outbox.put((results, time.monotonic()))
+
+    def close(self) -> None:
+        """Wait until all has been handed out."""
+        self._outbox.put(None)
+        self._thread.join()
+
+    def _hand_out(self) -> None:
+        wakers = Wakers()
+        try:
+            while (batch := self._next_batch(wakers)) is not None:
+                self._push(*batch, wakers)
+                del batch
+        except BaseException as error:
+            self._failed(error)
+        finally:
+            wakers.flush()
+
+    def _next_batch(self, wakers: Wakers) -> tuple[Results, float] | None:
+        """Wait for the next results, and meanwhile wake who is still to be woken."""
+        while True:
+            try:
+                return self._outbox.get(timeout=0.004 if wakers.threads else None)
+            except queue.Empty:
+                wakers.wake()
+
+    def _push(self, results: Results, now: float, wakers: Wakers) -> None:
+        for owner, records in results.prompts:  # before the first token, whose reader wants them
+            owner.add(records)
+        for search, found in results.beams:
+            search.finish(found, now, wakers)
+        landed = results.landed
+        ends = {id(finish.sequence): finish for finish in landed.finished}
+        for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
+            handle: RequestHandle = sequence.payload
+            own = None
+            if results.logprobs is not None and (wanted := handle.params.logprobs) is not None:
+                ids, values, ranks = results.logprobs
+                count = min(1 + wanted, 1 + self._vocab_size)
+                own = ids[row, :count].tolist(), values[row, :count].tolist(), int(ranks[row])
+            if finish := ends.get(id(sequence)):
+                # An entry of stop_token_ids; or else the model's end of sequence, which is no reason of its own.
+                reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
+                handle.push(token, now, finish.reason, reason, wakers, own)
+            else:
+                handle.push(token, now, None, None, wakers, own)
+        wakers.wake()

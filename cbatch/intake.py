@@ -1,0 +1,201 @@
+"""Makes of what is submitted the handles and sequences that stand for it, or refuses it. Keeps no request.
+
+Called from any thread. A draft is all that can be made without the engine's lock: under it, with an id, it is opened.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.beam_search import BeamSearch
+from cbatch.beams import BeamHandle, beam_sequence
+from cbatch.grammar import Grammars
+from cbatch.held import HeldRow
+from cbatch.limits import Limits
+from cbatch.models.base import Model
+from cbatch.prompt_logprobs import PromptLogprobs
+from cbatch.request import ParallelHandle, RequestHandle
+from cbatch.sampler import HELD, Encoded, encode
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from cbatch.scheduler.sequence import Sequence
+from cbatch.text import TextUntilStop, bad_word_ids
+
+Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, and whether it was aborted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Common:
+    """What any submission has."""
+
+    prompt: NDArray[np.int32]
+    max_len: int  # tokens, the prompt's included
+    priority: int
+    cache_salt: bytes
+    timeout_s: float | None
+
+    def arrive(self, handle: RequestHandle) -> None:
+        handle.metrics.arrival_time = now = time.monotonic()
+        handle.deadline = None if self.timeout_s is None else now + self.timeout_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A request for ``n`` answers."""
+
+    intake: Intake
+    common: Common
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+    bad_word_ids: list[tuple[int, ...]]
+    encoded: list[Encoded]
+    matchers: list[Any]
+    texts: list[TextUntilStop | None]
+
+    @property
+    def num_answers(self) -> int:
+        return self.params.n
+
+    def open(self, request_id: str, ended: Ended) -> RequestHandle:
+        """The request, whose ``children`` have their sequences."""
+        prompt_ids: list[int] = self.common.prompt.tolist()
+        children = [self._answer(i, request_id, prompt_ids, ended) for i in range(self.params.n)]
+        return children[0] if self.params.n == 1 else ParallelHandle(request_id, tuple(children))
+
+    def _answer(self, i: int, request_id: str, prompt_ids: list[int], ended: Ended) -> RequestHandle:
+        params, common, state = self.params, self.common, self.encoded[i]
+        name = request_id if params.n == 1 else f"{request_id}-{i}"
+        of_prompt = None
+        if params.prompt_logprobs is not None and i == 0:
+            of_prompt = PromptLogprobs(len(prompt_ids), params.prompt_logprobs, self.intake.vocab_size)
+        handle = RequestHandle(
+            name, prompt_ids, params, self.intake.tokenizer, ended, self.texts[i], request_id, i, of_prompt
+        )
+        handle.upload = state.upload
+        if state.flags & HELD:
+            handle.held = HeldRow(
+                prompt_ids,
+                params,
+                self.matchers[i],
+                eos_token_ids=self.intake.eos_token_ids,
+                stop_ids=self.stop_ids,
+                bad_word_ids=self.bad_word_ids,
+            )
+        handle.sequence = Sequence(
+            common.prompt,
+            common.max_len,
+            stop_token_ids=self.stop_ids,
+            sampling_bits=state.words,
+            flags=state.flags,
+            skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
+            wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
+            payload=handle,
+            priority=common.priority,
+            cache_salt=common.cache_salt,
+        )
+        common.arrive(handle)
+        return handle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamDraft:
+    """A search for the most likely answers."""
+
+    intake: Intake
+    common: Common
+    params: BeamSearchParams
+    search: BeamSearch
+    num_answers = 1  # as the queue counts
+
+    def open(self, request_id: str, ended: Ended) -> BeamHandle:
+        common = self.common
+        handle = BeamHandle(request_id, common.prompt, self.params, self.intake.tokenizer, ended, self.search)
+        handle.sequence = beam_sequence(handle, common.prompt, common.max_len, common.priority, common.cache_salt)
+        common.arrive(handle)
+        return handle
+
+
+class Intake:
+    """Checks submissions against the limits, and drafts them. Raises what ``Engine.submit`` documents."""
+
+    def __init__(self, model: Model, tokenizer: Any, limits: Limits, grammars: Grammars, seed: int | None) -> None:
+        """``seed``: of the seeds that requests without one of their own get."""
+        self.tokenizer = tokenizer
+        self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._generation_config = model.generation_config
+        self._limits, self._grammars = limits, grammars
+        self._lock = threading.Lock()  # of the seeds
+        self._seeds = np.random.default_rng(seed)
+
+    @cached_property
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without ``SamplingParams`` gets: the model's ``generation_config``."""
+        if self._generation_config is None:
+            return SamplingParams()
+        return SamplingParams.from_generation_config(self._generation_config)
+
+    def request(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams | None, request_id: str | None, **options: Any
+    ) -> Draft:
+        """``options`` are those of ``Engine.submit``."""
+        prompt = self._limits.prompt(prompt_token_ids, request_id)
+        params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
+        common = self._common(prompt, params, request_id, **options)
+        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
+        stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
+        banned = self._limits.bans(params, bad_words, stop_ids, request_id)
+        seed = params.seed
+        if seed is None:
+            with self._lock:
+                seed = int(self._seeds.integers(2**64, dtype=np.uint64))
+        encoded = [
+            encode(params, seed + i, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
+            for i in range(params.n)
+        ]
+        matchers = [self.compile_grammar(params, request_id) for _ in encoded]
+        prompt_ids: list[int] = prompt.tolist() if params.stop else []
+        texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
+        return Draft(self, common, params, stop_ids, banned, encoded, matchers, texts)
+
+    def beam_search(
+        self, prompt_token_ids: Iterable[int], params: BeamSearchParams, request_id: str | None, **options: Any
+    ) -> BeamDraft:
+        """``options`` are those of ``Engine.submit_beam_search``."""
+        prompt = self._limits.prompt(prompt_token_ids, request_id)
+        eos = () if getattr(params, "ignore_eos", False) else self.eos_token_ids
+        params = self._limits.beams(params, len(eos), request_id)
+        common = self._common(prompt, params, request_id, **options)
+        return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
+
+    def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
+        """As ``Engine.compile_grammar``."""
+        if params.structured_outputs is None:
+            return None
+        who = "request" if request_id is None else f"request {request_id}"
+        return self._grammars.matcher(params.structured_outputs, who)
+
+    def _common(
+        self,
+        prompt: NDArray[np.int32],
+        params: SamplingParams | BeamSearchParams,
+        request_id: str | None,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        timeout_s: float | None,
+    ) -> Common:
+        limits = self._limits
+        return Common(
+            prompt,
+            limits.max_len(len(prompt), params, request_id),
+            limits.priority(priority, request_id),
+            limits.cache_salt(cache_salt, request_id),
+            limits.timeout(timeout_s, request_id),
+        )
