@@ -1,4 +1,4 @@
-"""Decode attention over its constants and over ways to lay pages out: what stands in ``kernels/paged_attention.py``.
+"""Decode attention over its constants and over ways to lay pages out: what stands in ``kernels/paged_decode.py``.
 
     python -m benchmarks.attention_sweep [--layers 4 32] [--seconds 120] [--json FILE]
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import cbatch.kernels.paged_attention as kernel
+import cbatch.kernels.paged_decode as kernel
 from benchmarks.attention_rows import Pages
 from benchmarks.common import GIB, make_parser, needs_gpu, read_bandwidth, save
 from benchmarks.kernel_row import error, us_per_call

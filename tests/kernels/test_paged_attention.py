@@ -39,13 +39,13 @@ def backend_on():
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 64 tokens, as many as a step can have, so that small steps are split as large ones are."""
-    from cbatch.kernels import paged_attention
+    from cbatch.kernels import paged_decode, paged_prefill
 
-    monkeypatch.setattr(paged_attention, "MIN_SPLIT_LEN", 64)
-    monkeypatch.setattr(paged_attention, "FULL_SPLIT_LEN", 64)
-    monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1000))
-    monkeypatch.setattr(paged_attention, "MIN_PREFILL_SPLIT", 64)
-    monkeypatch.setattr(paged_attention, "PROGRAMS_FOR_SPLITS", dict.fromkeys((64, 128, 256), 3))
+    monkeypatch.setattr(paged_decode, "MIN_SPLIT_LEN", 64)
+    monkeypatch.setattr(paged_decode, "FULL_SPLIT_LEN", 64)
+    monkeypatch.setattr(paged_decode, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1000))
+    monkeypatch.setattr(paged_prefill, "MIN_PREFILL_SPLIT", 64)
+    monkeypatch.setattr(paged_prefill, "PROGRAMS_FOR_SPLITS", dict.fromkeys((64, 128, 256), 3))
 
 
 def plan_of(backend, rows, window=0) -> list[list[int]]:
@@ -232,9 +232,9 @@ def test_contexts_of_many_lengths_share_the_splits(
     paged_step, assert_near, backend_on, short_splits, monkeypatch, device, dtype, num_multiprocessors
 ):
     """With few extra programs only the longest rows are split, and never into more than there are programs for."""
-    from cbatch.kernels import paged_attention
+    from cbatch.kernels import paged_decode
 
-    monkeypatch.setattr(paged_attention, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1))
+    monkeypatch.setattr(paged_decode, "RESIDENT_PROGRAMS", dict.fromkeys((64, 128, 256), 1))
     backend = backend_on(device)
     backend._num_multiprocessors = num_multiprocessors
     contexts = range(1, 131, 1 if device == "cuda" else 10)
@@ -312,9 +312,9 @@ def test_layers_share_a_plan_by_window_and_steps_share_none(
 @targets
 def test_programs_take_several_tiles_of_prompts(paged_step, assert_near, backend_on, monkeypatch, device, dtype):
     """The grid has room for 2 broken ends: the 7 short prompts share it with a long one's tiles."""
-    from cbatch.kernels import paged_attention
+    from cbatch.kernels import paged_prefill
 
-    monkeypatch.setattr(paged_attention, "PREFILL_ROWS", 2)
+    monkeypatch.setattr(paged_prefill, "PREFILL_ROWS", 2)
     rows = [(1, 40), (2, 2), (3, 70), (5, 5), (1, 9), (300 if device == "cuda" else 40, 400), (2, 9), (4, 4), (6, 6)]
     step = paged_step(rows, num_heads=2, num_kv_heads=1, device=device, dtype=dtype)
     assert_near(step.run(backend_on(device)), step.expected())
