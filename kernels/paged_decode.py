@@ -16,7 +16,7 @@ from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait
 # A grid that is larger than what is resident at once is placed three programs to a multiprocessor from the first on,
 # and not one here and one there: then the 256 programs of 32 rows leave a third of the multiprocessors empty. So rows
 # that fit in one wave get a grid of one wave, used or not. Microseconds a layer on an H200, 32 rows, 32 heads on 8 of
-# 128, bfloat16, by programs in the grid (396 are resident; up to 256 of them have work, but in the last line):
+# 128, bfloat16, by programs in the grid (396 are resident, 256 have work):
 #   context                      384    392    400    520
 #   224                         11.3   11.7   13.4   13.6
 #   4,192                        129    129    152    152
