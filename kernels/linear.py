@@ -101,7 +101,7 @@ def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device, fixed_o
         return _with_room(config, rows, kind)
     if rows in entries:
         return entries[rows]
-    if 64 in entries and 32 < rows < 128:  # 48, 80 or 96, where they were not measured
+    if 64 in entries and 64 < rows < 128:  # 80 or 96, where they were not measured
         at_64 = entries[64]
         return at_64 and _with_room(at_64, rows, kind)
     if properties.major == 9 and rows <= 64:
