@@ -143,7 +143,6 @@ class TritonAttention:
         self._partials: list[Tensor] = []
         self._counters: list[Tensor] = []
         self._no_partials = torch.zeros(1, dtype=torch.float32, device=device)  # for a launch without splits
-        self._no_counters = torch.zeros(1, dtype=torch.int32, device=device)
         self._plan_scratch: dict[_PlanKey, list[Tensor]] = {}
         self._plans: dict[_PlanKey, Tensor] = {}  # this step's
 
@@ -324,12 +323,11 @@ class TritonAttention:
         most_items = paged_prefill.PROGRAMS_FOR_SPLITS[size] * self._num_multiprocessors // num_grid_heads
         tiles_needed = triton.cdiv(q.shape[0] * pack, block_m)
         split = 2 * tiles_needed <= most_items and batch.max_context_len >= 2 * paged_prefill.MIN_PREFILL_SPLIT
-        partials, counters, num_lines = self._no_partials, self._no_counters, 0
+        partials, num_lines = self._no_partials, 0
         if split:
             num_lines = most_items * num_grid_heads * block_m
             num_programs = max(tiles_needed + min(num_rows, paged_prefill.PREFILL_ROWS), most_items)
             partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
-            counters = self._grown(self._counters, most_items * num_grid_heads, torch.int32)
         else:
             pack, num_grid_heads = 1, num_heads
             num_programs = q.shape[0] // block_m + min(num_rows, paged_prefill.PREFILL_ROWS)
@@ -340,7 +338,6 @@ class TritonAttention:
             out,
             partials[: num_lines * v_dim],
             partials[num_lines * v_dim :],
-            counters,
             most_items,
             q if sinks is None else sinks,
             self._tables[group],
@@ -376,6 +373,32 @@ class TritonAttention:
             **pdl_options(q.device),
             **FMA,
         )
+        if split:
+            num_slices = block_m // paged_prefill.LINES
+            paged_prefill.add_up_kernel[(num_grid_heads, most_items // 2 * num_slices)](
+                partials[: num_lines * v_dim],
+                partials[num_lines * v_dim :],
+                out,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                num_rows,
+                most_items,
+                window,
+                NUM_HEADS=num_heads,
+                NUM_KV_HEADS=num_kv_heads,
+                V_DIM=v_dim,
+                V_PADDED=v_padded,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                HAS_WINDOW=window > 0,
+                PACK=pack,
+                MIN_SPLIT=paged_prefill.MIN_PREFILL_SPLIT,
+                LINES=paged_prefill.LINES,
+                CHUNK=max(1, 512 // v_padded),
+                num_warps=4,
+                **pdl_options(q.device),
+                **FMA,
+            )
 
     def _grown(self, kept: list[Tensor], size: int, dtype: torch.dtype) -> Tensor:
         """The newest scratch of a kind, with at least ``size`` elements: all zeros when it was made.

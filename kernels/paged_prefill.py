@@ -20,6 +20,7 @@ PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
 # fewer queries, for all heads that share the keys, and the keys are split over programs, as decode splits its rows.
 PROGRAMS_FOR_SPLITS = {64: 2, 128: 1, 256: 1}  # a multiprocessor, by the larger padded head size: what is resident
 MIN_PREFILL_SPLIT = 512  # keys that a split of a tile should have
+LINES = 16  # of a tile that a program adds up: 8 programs a tile and head
 # IEEE float32 dots become one unrolled FMA a product: tiles of 64 x 64 would take minutes to compile.
 PREFILL_FLOAT32 = (32, 32, 4, 2)
 PREFILL_ROWS = 16  # rows whose broken ends the grid has room for; more, and programs take several tiles
@@ -39,38 +40,36 @@ def _num_query_tiles(
 
 
 @triton.jit
-def _add_up_tile(
-    partial_out,
-    partial_lse,
-    first,  # line of the first split's first query
-    stride,  # lines from one split to the next
-    num_splits,
-    V_DIM: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Weigh the splits of one tile and head by their log-sum-exp, in order: [BLOCK_M, V_PADDED]."""
-    queries = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, V_PADDED)
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.full((BLOCK_M,), 0.0, tl.float32)
-    acc = tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32)
-    for split in range(num_splits):
-        lines = first + split * stride + queries
-        lse = tl.load(partial_lse + lines, cache_modifier=".cg")
-        part = tl.load(
-            partial_out + lines[:, None] * V_DIM + dims[None, :],
-            mask=(dims < V_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, lse)
-        rescale = tl.exp2(top - new_top)
-        weight = tl.exp2(lse - new_top)
-        total = total * rescale + weight
-        acc = acc * rescale[:, None] + weight[:, None] * part
-        top = new_top
-    return acc / total[:, None]
+def _num_tiles(num_rows, cu_seqlens_q, BLOCK_Q: tl.constexpr):
+    """Tiles of all rows."""
+    tiles = 0
+    for base in range(0, num_rows, ROWS):
+        tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_Q))
+    return tiles
+
+
+@triton.jit
+def _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q: tl.constexpr):
+    """The row and the tile of it at a place among all tiles: by row, and in a row from last to first."""
+    row = 0
+    end_tile = 0
+    tile = place
+    for base in range(0, num_rows, ROWS):
+        rows = base + tl.arange(0, ROWS)
+        tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_Q)
+        before = (end_tile + tl.cumsum(tiles) <= place) & (rows < num_rows)
+        row += tl.sum(before.to(tl.int32))
+        tile -= tl.sum(tl.where(before, tiles, 0))
+        end_tile += tl.sum(tiles)
+    return row, _num_query_tiles(row, num_rows, cu_seqlens_q, BLOCK_Q) - 1 - tile
+
+
+@triton.jit
+def _split(num_keys, most_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many keys a split of a tile has, and how many splits that makes."""
+    num_splits = tl.minimum(tl.maximum(num_keys // MIN_SPLIT, 1), most_splits)
+    split_len = tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits), 1) * BLOCK_N
+    return split_len, tl.maximum(tl.cdiv(num_keys, split_len), 1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "most_items", "table_stride"])
@@ -81,7 +80,6 @@ def prefill_kernel(
     out,
     partial_out,  # SPLIT: [most_items, heads of the grid, BLOCK_M, V_DIM] float32
     partial_lse,  # [most_items, heads of the grid, BLOCK_M] float32, log2 units
-    counters,  # [most_items, heads of the grid] int32: splits of a tile that have arrived. Zero before and after
     most_items,  # of tiles and their splits, where there are splits
     sinks,
     block_tables,
@@ -126,7 +124,7 @@ def prefill_kernel(
     takes several. Tiles go by row, and in a row from last to first: the last reads the most keys.
 
     With SPLIT, each tile has as many splits as most_items allow for all tiles alike; it uses those that its keys are
-    enough for. They leave their results in the scratch, and the one that arrives last adds them up, in order.
+    enough for. They leave their results in the scratch, for ``add_up_kernel``.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
@@ -140,30 +138,18 @@ def prefill_kernel(
     if PACK > 1:
         kv_head = head
         heads = kv_head * GROUP_SIZE + lines % PACK
-    all_tiles = 0
-    for base in range(0, num_rows, ROWS):
-        all_tiles += tl.sum(_num_query_tiles(base + tl.arange(0, ROWS), num_rows, cu_seqlens_q, BLOCK_Q))
+    all_tiles = _num_tiles(num_rows, cu_seqlens_q, BLOCK_Q)
     most_splits = 1
     if SPLIT:
         most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
     # Without disable_licm what the inner loops compute once is kept in registers across tiles, and some is spilled.
     for item in tl.range(tl.program_id(1), all_tiles * most_splits, tl.num_programs(1), disable_licm=True):
-        row = 0
-        end_tile = 0
         split = 0
-        tile = item
+        place = item
         if SPLIT:
             split = item % most_splits
-            tile = item // most_splits
-        place = tile
-        for base in range(0, num_rows, ROWS):
-            rows = base + tl.arange(0, ROWS)
-            tiles = _num_query_tiles(rows, num_rows, cu_seqlens_q, BLOCK_Q)
-            before = (end_tile + tl.cumsum(tiles) <= place) & (rows < num_rows)
-            row += tl.sum(before.to(tl.int32))
-            tile -= tl.sum(tl.where(before, tiles, 0))
-            end_tile += tl.sum(tiles)
-        tile = _num_query_tiles(row, num_rows, cu_seqlens_q, BLOCK_Q) - 1 - tile
+            place = item // most_splits
+        row, tile = _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q)
         token_start = tl.load(cu_seqlens_q + row)
         query_len = tl.load(cu_seqlens_q + row + 1) - token_start
         context_len = tl.load(context_lens + row)
@@ -206,9 +192,7 @@ def prefill_kernel(
             full_start = tl.minimum(full_start, full_end)
         num_splits = 1
         if SPLIT:  # the three stretches, cut to the split's own
-            num_splits = tl.minimum(tl.maximum((end - start) // MIN_SPLIT, 1), most_splits)
-            split_len = tl.maximum(tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits), 1) * BLOCK_N
-            num_splits = tl.maximum(tl.cdiv(end - start, split_len), 1)
+            split_len, num_splits = _split(end - start, most_splits, MIN_SPLIT, BLOCK_N)
             start += split * split_len
             end = tl.minimum(end, start + split_len)
             full_start = tl.minimum(tl.maximum(start, full_start), end)
@@ -256,27 +240,95 @@ def prefill_kernel(
                 if split == 0:
                     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
             else:
-                if split < num_splits:  # what follows is as in decode_kernel
-                    stride = tl.num_programs(0) * BLOCK_M
-                    first = (place * most_splits).to(tl.int64) * stride + head * BLOCK_M
-                    own = first + split * stride + lines
-                    lse = top + tl.log2(total)
+                if split < num_splits:
+                    own = ((place * most_splits + split).to(tl.int64) * tl.num_programs(0) + head) * BLOCK_M + lines
                     tl.store(partial_out + own[:, None] * V_DIM + v_dims[None, :], acc, mask=(v_dims < V_DIM)[None, :])
-                    tl.store(partial_lse + own, lse)
-                    tl.debug_barrier()
-                    counter = counters + place * tl.num_programs(0) + head
-                    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-                        tl.store(counter, 0)
-                        whole = _add_up_tile(
-                            partial_out,
-                            partial_lse,
-                            first,
-                            stride,
-                            num_splits,
-                            V_DIM,
-                            V_PADDED,
-                            BLOCK_M,
-                        )
-                        tl.store(at, whole.to(out.dtype.element_ty), mask=mask)
+                    tl.store(partial_lse + own, top + tl.log2(total))
         else:
             tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "most_items"])
+def add_up_kernel(
+    partial_out,  # as prefill_kernel leaves it
+    partial_lse,
+    out,
+    cu_seqlens_q,
+    context_lens,
+    num_rows,
+    most_items,
+    window,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PACK: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    LINES: tl.constexpr,  # of a tile that a program adds up
+    CHUNK: tl.constexpr,  # splits at once: their loads are in flight together
+    PDL: tl.constexpr,
+):
+    """One program: LINES lines of a tile that was split, for one head of the grid. Weighs the splits, in order.
+
+    One program for a whole tile would read 64 KiB a split, one split behind another: 16 of them take as long as all
+    keys of a chunk behind 20,000 tokens.
+    """
+    if PDL:
+        gdc_wait()
+    GROUP_SIZE: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    BLOCK_Q: tl.constexpr = BLOCK_M // PACK
+    SLICES: tl.constexpr = BLOCK_M // LINES
+    head = tl.program_id(0)
+    place = tl.program_id(1) // SLICES
+    all_tiles = _num_tiles(num_rows, cu_seqlens_q, BLOCK_Q)
+    most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
+    if (most_splits > 1) & (place < all_tiles):  # all tiles that are split have a place in the grid
+        row, tile = _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q)
+        token_start = tl.load(cu_seqlens_q + row)
+        query_len = tl.load(cu_seqlens_q + row + 1) - token_start
+        context_len = tl.load(context_lens + row)
+        past = context_len - query_len + tile * BLOCK_Q
+        start = 0
+        if HAS_WINDOW:
+            start = tl.maximum(past - window + 1, 0) // BLOCK_N * BLOCK_N
+        _, num_splits = _split(tl.minimum(context_len, past + BLOCK_Q) - start, most_splits, MIN_SPLIT, BLOCK_N)
+        if num_splits > 1:
+            lines = tl.program_id(1) % SLICES * LINES + tl.arange(0, LINES)
+            dims = tl.arange(0, V_PADDED)
+            top = tl.full((LINES,), -1e30, tl.float32)
+            total = tl.full((LINES,), 0.0, tl.float32)
+            acc = tl.full((LINES, V_PADDED), 0.0, tl.float32)
+            for base in range(0, num_splits, CHUNK):
+                splits = base + tl.arange(0, CHUNK)
+                items = (place * most_splits + splits).to(tl.int64)
+                at = (items * tl.num_programs(0) + head)[None, :] * BLOCK_M + lines[:, None]
+                live = (splits < num_splits)[None, :] & (lines >= 0)[:, None]
+                lse = tl.load(partial_lse + at, mask=live, other=-1e30)
+                part = tl.load(
+                    partial_out + at[:, :, None] * V_DIM + dims[None, None, :],
+                    mask=live[:, :, None] & (dims < V_DIM)[None, None, :],
+                    other=0.0,
+                )
+                new_top = tl.maximum(top, tl.max(lse, 1))
+                rescale = tl.exp2(top - new_top)
+                weights = tl.exp2(lse - new_top[:, None])
+                total = total * rescale + tl.sum(weights, 1)
+                acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * part, 1)
+                top = new_top
+            queries = tile * BLOCK_Q + lines // PACK
+            heads = head + tl.zeros_like(lines)
+            is_line = queries < query_len
+            if PACK > 1:
+                heads = head * GROUP_SIZE + lines % PACK
+                is_line = is_line & (lines % PACK < GROUP_SIZE)
+            tokens = (token_start + queries).to(tl.int64)
+            tl.store(
+                out + (tokens * NUM_HEADS + heads)[:, None] * V_DIM + dims[None, :],
+                (acc / total[:, None]).to(out.dtype.element_ty),
+                mask=is_line[:, None] & (dims < V_DIM)[None, :],
+            )
+    if PDL:
+        gdc_launch_dependents()
