@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.buffers import Masks
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars
 from cbatch.request import RequestHandle
 from cbatch.sampler import HELD, Edit, bit_mask
@@ -163,14 +163,14 @@ def _process(handle: RequestHandle, row: Tensor) -> None:
     """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
     held: HeldRow = handle.held
     logits: Any = row.to(torch.float32, copy=True)  # to be changed as they please: ``row`` is whole until they are done
-    for number, (processor, count) in enumerate(held.processors):
-        arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
-        try:
+    number = 0
+    try:
+        for number, (processor, count) in enumerate(held.processors):
+            arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
             logits = _checked(processor(*arguments, logits), row)
-        except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
-            _fail(handle, f"logits_processors[{number}] failed: {type(cause).__name__}: {cause}", cause)
-            return
-    row.copy_(logits)
+        row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
+    except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
+        _fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
 
 
 def _checked(logits: Any, row: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn
 
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, described
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
@@ -252,7 +252,7 @@ class RequestHandle:
         try:
             found = text.push((token,), finish_reason)
         except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
-            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {type(cause).__name__}: {cause}")
+            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {described(cause)}")
             error.__cause__ = cause
         if self.finished:  # the garbage collector has aborted it meanwhile
             return
