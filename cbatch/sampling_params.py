@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import InvalidRequestError, described
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
 _MAX_N = 16_384  # vLLM's, too
@@ -63,8 +63,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        for name, check in _STRUCTURE_CHECKS.items():
-            object.__setattr__(self, name, check(f"structured_outputs.{name}", getattr(self, name)))
+        _check_fields(self, _STRUCTURE_CHECKS, "structured_outputs.")
         given = [name for name in _STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -242,8 +241,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():  # numpy scalars become plain numbers, lists tuples
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_fields(self, _CHECKS)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(f"n={self.n} at temperature=0 gives the same answer each time: it must be 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -351,8 +349,7 @@ class BeamSearchParams:
     )
 
     def __post_init__(self) -> None:
-        for name, check in _BEAM_CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_fields(self, _BEAM_CHECKS)
 
 
 def table() -> str:
@@ -401,11 +398,28 @@ def _default(value: Any) -> str:
 # ---- one check a parameter: takes its name and value, gives back the value to keep
 
 
+def _check_fields(params: Any, checks: Mapping[str, Callable[[str, Any], Any]], prefix: str = "") -> None:
+    """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
+    for name, check in checks.items():
+        value = getattr(params, name)
+        try:
+            object.__setattr__(params, name, check(prefix + name, value))
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # it cannot even be compared, or written out
+            raise InvalidRequestError(
+                f"{prefix}{name} is a {type(value).__name__} that cannot be taken: {described(error)}"
+            ) from error
+
+
 def _whole(name: str, value: Any) -> int:
     """A whole number; numpy's are fine, bools and 3.0 are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
-    return int(value)
+    number = int(value)
+    if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
+        raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
+    return number
 
 
 def _real(name: str, value: Any) -> float:
@@ -630,13 +644,14 @@ def _text(name: str, value: Any) -> str | None:
 def _choice(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if not value:
+    texts = _texts(name, value)
+    if not texts:
         raise InvalidRequestError(f"{name}={value!r} has no text to choose")
-    return tuple(dict.fromkeys(_texts(name, value)))
+    return tuple(dict.fromkeys(texts))
 
 
 def _true(name: str, value: Any) -> bool | None:
-    if value not in (None, False, True):
+    if value is not None and not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be True or None")
     return True if value else None
 
