@@ -22,7 +22,7 @@ from torch import Tensor
 from cbatch.buffers import Masks
 from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars
-from cbatch.request import RequestHandle
+from cbatch.request import RequestHandle, at_work
 from cbatch.sampler import HELD, Edit, bit_mask
 from cbatch.sampling_params import SamplingParams, num_arguments
 from cbatch.scheduler.plan import Landed, StepPlan
@@ -185,14 +185,16 @@ def _process(handle: RequestHandle, row: Tensor) -> None:
     """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
     held: HeldRow = handle.held
     logits: Any = row.to(torch.float32, copy=True)  # to be changed as they please: ``row`` is whole until they are done
-    number = 0
+    number, at_work.on_end = 0, handle._on_end
     try:
-        for number, (processor, count) in enumerate(held.processors):
+        for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
             arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
             logits = _checked(processor(*arguments, logits), row)
         row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
     except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
         _fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
+    finally:
+        at_work.on_end = None
 
 
 def _checked(logits: Any, row: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class Limits:
             )
         if params.bad_words and not self.has_tokenizer:
             raise InvalidRequestError(
-                f"{_name(request_id)}: bad_words has {_short(params.bad_words[0])}, but there is no tokenizer to make tokens "
-                "with"
+                f"{_name(request_id)}: bad_words has {_short(params.bad_words[0])}, but there is no tokenizer to make "
+                "tokens with"
             )
         return params
 
@@ -137,7 +137,8 @@ class Limits:
                 )
             if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {_short(word)}, which is {longest} tokens, but the limit is {MAX_BAD_WORD_LEN}"
+                    f"{who}: bad_words has {_short(word)}, which is {longest} tokens, but the limit is "
+                    f"{MAX_BAD_WORD_LEN}"
                 )
         bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
         if len(bad) > MAX_BAD_WORDS:
@@ -178,9 +179,7 @@ class Limits:
                 continue
             what = f"the vocabulary has {self.vocab_size}" if ids is None else f"allowed_token_ids has {len(ids)}"
             behind = f" behind {list(before)}" if before else ""
-            raise InvalidRequestError(
-                f"{who}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}"
-            )
+            raise InvalidRequestError(f"{who}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams, request_id: str | None) -> int:
         """Total length at which the request ends."""
@@ -217,7 +216,9 @@ class Limits:
     def cache_salt(self, salt: str | None, request_id: str | None) -> bytes:
         """What prefixes are told apart by; None: shared with all who have none."""
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise InvalidRequestError(f"{_name(request_id)}: cache_salt is {_short(salt)}, but must be a string, not empty")
+            raise InvalidRequestError(
+                f"{_name(request_id)}: cache_salt is {_short(salt)}, but must be a string, not empty"
+            )
         return (salt or "").encode("utf-8", "surrogatepass")
 
     def timeout(self, timeout_s: float | None, request_id: str | None) -> float | None:

@@ -19,6 +19,9 @@ from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
 from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
 
+# Of a thread of an engine's that runs a user's function: ``on_end`` of that engine's handles.
+at_work = threading.local()
+
 
 class RequestHandle:
     """One request: iterate over its tokens (``for``, ``async for``), or take chunks, or wait for the ``result``.
@@ -181,6 +184,11 @@ class RequestHandle:
             with self._lock:
                 if ready():
                     return True
+                if getattr(at_work, "on_end", None) == self._on_end:
+                    raise CBatchError(
+                        f"request {self.request_id}: a logits processor waits for it, while its engine waits for the "
+                        "processor"
+                    )
                 waiter = threading.Lock()
                 waiter.acquire()
                 waiters.append(waiter)
