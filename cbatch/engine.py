@@ -41,6 +41,7 @@ from cbatch.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    described,
 )
 from cbatch.executor import Executor, suitable_backend
 from cbatch.grammar import Grammars
@@ -488,7 +489,7 @@ class Engine:
         """What a request hears of an engine that runs no more. A new object each time, for its own traceback."""
         if self._error is None:
             return EngineClosedError("the engine is closed")
-        dead = EngineDeadError(f"the engine's loop failed: {type(self._error).__name__}: {self._error}")
+        dead = EngineDeadError(f"the engine's loop failed: {described(self._error)}")
         dead.__cause__ = self._error
         return dead
 

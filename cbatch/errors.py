@@ -39,3 +39,11 @@ class EngineClosedError(CBatchError):
 
 class EngineDeadError(CBatchError):
     """The engine's loop failed. ``__cause__`` holds the error; every waiting request hears of it."""
+
+
+def described(error: BaseException) -> str:
+    """Its type and message. Of an error of the user's, whose own code may make the message and fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -154,8 +154,10 @@ def _source(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
-        return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}")
+        # One terminal, since a parser would look at each text in every row, and takes 2,000; and in ASCII, since its
+        # reader refuses a raw DEL.
+        texts = " | ".join(map(json.dumps, asked.choice))
+        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     assert asked.grammar is not None
     return llguidance.grammar_from("grammar", asked.grammar)
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.buffers import Masks
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars
-from cbatch.request import RequestHandle
+from cbatch.request import RequestHandle, at_work
 from cbatch.sampler import HELD, Edit, bit_mask
 from cbatch.sampling_params import SamplingParams, num_arguments
 from cbatch.scheduler.plan import Landed, StepPlan
@@ -61,14 +61,32 @@ class HeldRow:
         self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
 
     def accept(self, token: int) -> None:
-        """One more token. Raises ValueError if the grammar does not have it here."""
+        """One more token. Raises ValueError if it may not stand here.
+
+        It is one that may, wherever there is one: of logits that are all -inf, the device makes a token nevertheless.
+        """
+        if self.matcher is None and self._is_forbidden(token):
+            raise ValueError("logits_processors left no token that the other parameters allow here")
         self.token_ids.append(token)
         if self.matcher is None or self._has_ended:
             return
         if token in self._eos_token_ids:
             self._has_ended = True
         elif not self.matcher.consume_token(token):
-            raise ValueError(f"token {token} is not in the grammar here: {self.matcher.get_error().splitlines()[0]}")
+            if self.processors:
+                raise ValueError("logits_processors left no token that the grammar allows here")
+            why = self.matcher.get_error().splitlines()[0]
+            raise ValueError(f"structured_outputs: token {token} is not in the grammar here: {why}")
+
+    def _is_forbidden(self, token: int) -> bool:
+        return (
+            (self._allowed is not None and not _has(self._allowed, token))
+            or (self._stops is not None and len(self.token_ids) < self._min_tokens and _has(self._stops, token))
+            or any(token == word[-1] and self._ends_with(word[:-1]) for word in self._bad_word_ids)
+        )
+
+    def _ends_with(self, beginning: Sequence[int]) -> bool:
+        return not beginning or tuple(self.token_ids[-len(beginning) :]) == tuple(beginning)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
         """Leave in a grammar's mask ``[words]`` what the other parameters allow. Raises ValueError if that is nothing.
@@ -87,13 +105,17 @@ class HeldRow:
             mask[: self._allowed.size] &= self._allowed
             mask[self._allowed.size :] = 0
         for word in self._bad_word_ids:
-            if len(word) == 1 or tuple(self.token_ids[1 - len(word) :]) == tuple(word[:-1]):
+            if self._ends_with(word[:-1]):
                 mask[word[-1] // 32] &= ~_BITS[word[-1] % 32]
         early = len(self.token_ids) < self._min_tokens
         if early and self._stops is not None and not _is_within(mask, self._stops):
             mask[: self._stops.size] &= ~self._stops
         if not mask.any():
             raise ValueError("no token that the grammar allows here is left by allowed_token_ids and bad_words")
+
+
+def _has(bits: NDArray[np.int32], token: int) -> bool:
+    return token // 32 < bits.size and bool(bits[token // 32] & _BITS[token % 32])
 
 
 def _is_within(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
@@ -115,7 +137,7 @@ class Held:
                 try:
                     sequence.payload.held.accept(token)
                 except ValueError as error:
-                    _fail(sequence.payload, f"structured_outputs: {error}")
+                    _fail(sequence.payload, str(error))
 
     def prepare(self, plan: StepPlan, area: Masks) -> tuple[int, list[Edit]]:
         """Write the masks of a step before which everything has landed; how many, and the changes of its logits.
@@ -163,14 +185,16 @@ def _process(handle: RequestHandle, row: Tensor) -> None:
     """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
     held: HeldRow = handle.held
     logits: Any = row.to(torch.float32, copy=True)  # to be changed as they please: ``row`` is whole until they are done
-    for number, (processor, count) in enumerate(held.processors):
-        arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
-        try:
+    number, at_work.on_end = 0, handle._on_end
+    try:
+        for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
+            arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
             logits = _checked(processor(*arguments, logits), row)
-        except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
-            _fail(handle, f"logits_processors[{number}] failed: {type(cause).__name__}: {cause}", cause)
-            return
-    row.copy_(logits)
+        row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
+    except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
+        _fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
+    finally:
+        at_work.on_end = None
 
 
 def _checked(logits: Any, row: Tensor) -> Tensor:

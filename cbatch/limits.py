@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from cbatch.scheduler.scheduler import Policy
 from cbatch.scheduler.sequence import MAX_PRIORITY
+
+_FOREVER_S = 1e12  # an int may be more than a float holds
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,13 @@ class Limits:
                 )
         if params.stop and not self.has_tokenizer:
             raise InvalidRequestError(
-                f"{_name(request_id)}: stop has {params.stop[0]!r}, but there is no tokenizer to make text with: "
+                f"{_name(request_id)}: stop has {_short(params.stop[0])}, but there is no tokenizer to make text with: "
                 "use stop_token_ids"
             )
         if params.bad_words and not self.has_tokenizer:
             raise InvalidRequestError(
-                f"{_name(request_id)}: bad_words has {params.bad_words[0]!r}, but there is no tokenizer to make tokens "
-                "with"
+                f"{_name(request_id)}: bad_words has {_short(params.bad_words[0])}, but there is no tokenizer to make "
+                "tokens with"
             )
         return params
 
@@ -124,14 +127,18 @@ class Limits:
         who = _name(request_id)
         for word, sequences in bad_words.items():
             if not sequences:
-                raise InvalidRequestError(f"{who}: bad_words has {word!r}, of which the tokenizer makes no token")
+                hint = "; white space alone has no word in it, but logit_bias can push its tokens down"
+                raise InvalidRequestError(
+                    f"{who}: bad_words has {_short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
+                )
             if (token := max(map(max, sequences))) >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {word!r}, with token {token}, but the vocabulary has {self.vocab_size}"
+                    f"{who}: bad_words has {_short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
                 )
             if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {word!r}, which is {longest} tokens, but the limit is {MAX_BAD_WORD_LEN}"
+                    f"{who}: bad_words has {_short(word)}, which is {longest} tokens, but the limit is "
+                    f"{MAX_BAD_WORD_LEN}"
                 )
         bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
         if len(bad) > MAX_BAD_WORDS:
@@ -145,14 +152,34 @@ class Limits:
                 f"{who}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
                 f"the limit is {MAX_BIASES}"
             )
-        if params.allowed_token_ids is not None:
-            banned |= {sequence[0] for sequence in bad if len(sequence) == 1}
-            if banned.issuperset(params.allowed_token_ids):
-                raise InvalidRequestError(
-                    f"{who}: allowed_token_ids has {len(params.allowed_token_ids)} tokens, but min_tokens and "
-                    "bad_words forbid all of them"
-                )
+        if len(banned) + len(bad) >= min(self.vocab_size, len(params.allowed_token_ids or range(self.vocab_size))):
+            self._leave_a_token(params, bad, set(stop_ids), who)
         return bad
+
+    def _leave_a_token(
+        self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int], who: str
+    ) -> None:
+        """Something may come behind any answer so far: of logits that are all -inf, a token would be made nevertheless.
+
+        Only the beginnings of bad words need to be looked at, and of these what an answer can be. Behind them, a
+        grammar is asked token by token.
+        """
+        ids = params.allowed_token_ids
+        allowed = set(range(self.vocab_size) if ids is None else ids)
+
+        def left(before: tuple[int, ...]) -> set[int]:
+            last = {word[-1] for word in bad if before[max(len(before) - len(word) + 1, 0) :] == word[:-1]}
+            return allowed - last - (stop_ids if len(before) < params.min_tokens else set())
+
+        beginnings = [] if params.structured_outputs is not None else [word[:-1] for word in bad if len(word) > 1]
+        for before in ((), *beginnings):
+            if params.max_tokens is not None and len(before) >= params.max_tokens:
+                continue
+            if left(before) or any(token not in left(before[:i]) - stop_ids for i, token in enumerate(before)):
+                continue
+            what = f"the vocabulary has {self.vocab_size}" if ids is None else f"allowed_token_ids has {len(ids)}"
+            behind = f" behind {list(before)}" if before else ""
+            raise InvalidRequestError(f"{who}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams, request_id: str | None) -> int:
         """Total length at which the request ends."""
@@ -177,28 +204,41 @@ class Limits:
     def priority(self, priority: int, request_id: str | None) -> int:
         """Where a request ranks: no number but 0 where nobody heeds it."""
         who = _name(request_id)
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+        if not whole or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
-                f"{who}: priority is {priority!r}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                f"{who}: priority is {_short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         if priority and self.policy != "priority":
             raise InvalidRequestError(f"{who}: priority is {priority}, but scheduling_policy is {self.policy!r}")
-        return priority
+        return int(priority)
 
     def cache_salt(self, salt: str | None, request_id: str | None) -> bytes:
         """What prefixes are told apart by; None: shared with all who have none."""
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise InvalidRequestError(f"{_name(request_id)}: cache_salt is {salt!r}, but must be a string, not empty")
+            raise InvalidRequestError(
+                f"{_name(request_id)}: cache_salt is {_short(salt)}, but must be a string, not empty"
+            )
         return (salt or "").encode("utf-8", "surrogatepass")
 
     def timeout(self, timeout_s: float | None, request_id: str | None) -> float | None:
         """After how many seconds it ends, if it does."""
-        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-        if timeout_s is not None and not (number and timeout_s > 0):
+        if timeout_s is None:
+            return None
+        number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+        if not (number and timeout_s > 0):
             raise InvalidRequestError(
-                f"{_name(request_id)}: timeout_s is {timeout_s!r}, but must be a positive number of seconds"
+                f"{_name(request_id)}: timeout_s is {_short(timeout_s)}, but must be a positive number of seconds"
             )
-        return timeout_s
+        return float(min(timeout_s, _FOREVER_S))
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int of too many digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _name(request_id: object) -> str:

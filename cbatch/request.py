@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn
 
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, described
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
 from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
+
+# Of a thread of an engine's that runs a user's function: ``on_end`` of that engine's handles.
+at_work = threading.local()
 
 
 class RequestHandle:
@@ -181,6 +184,11 @@ class RequestHandle:
             with self._lock:
                 if ready():
                     return True
+                if getattr(at_work, "on_end", None) == self._on_end:
+                    raise CBatchError(
+                        f"request {self.request_id}: a logits processor waits for it, while its engine waits for the "
+                        "processor"
+                    )
                 waiter = threading.Lock()
                 waiter.acquire()
                 waiters.append(waiter)
@@ -252,7 +260,7 @@ class RequestHandle:
         try:
             found = text.push((token,), finish_reason)
         except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
-            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {type(cause).__name__}: {cause}")
+            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {described(cause)}")
             error.__cause__ = cause
         if self.finished:  # the garbage collector has aborted it meanwhile
             return

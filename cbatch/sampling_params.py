@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import inspect
 import json
@@ -13,9 +14,9 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import InvalidRequestError, described
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
 _MAX_N = 16_384  # vLLM's, too
@@ -63,8 +64,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        for name, check in _STRUCTURE_CHECKS.items():
-            object.__setattr__(self, name, check(f"structured_outputs.{name}", getattr(self, name)))
+        _check_fields(self, _STRUCTURE_CHECKS, "structured_outputs.")
         given = [name for name in _STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -218,8 +218,9 @@ class SamplingParams:
         "functions of 2 or 3 arguments; None for none",
         "Each gets the token ids of the answer so far and the logits behind them, a float32 tensor `[vocab_size]` on "
         "the model's device that it may change, or the prompt's token ids before both, and returns the logits to go "
-        "on with. They come before all other parameters, in the engine's own threads. One that raises, or returns "
-        "something else, ends its request with an error.",
+        "on with. They come before all other parameters, in the engine's own threads. One that raises, returns "
+        "something else, leaves no token that other parameters allow, or waits for a request of its own engine, ends "
+        "its request with an error. NaN, and nothing but -inf, give tokens that mean nothing.",
     )
     prompt_logprobs: int | None = _field(
         None,
@@ -241,9 +242,15 @@ class SamplingParams:
         "(`FINAL_ONLY`).",
     )
 
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        for name in fields.keys() - _CHECKS.keys():
+            near = difflib.get_close_matches(name, _CHECKS, 1)
+            hint = _ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else "see docs/sampling-parameters.md")
+            raise TypeError(f"SamplingParams has no {name}: {hint}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():  # numpy scalars become plain numbers, lists tuples
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_fields(self, _CHECKS)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(f"n={self.n} at temperature=0 gives the same answer each time: it must be 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -276,7 +283,7 @@ class SamplingParams:
             return getattr(config, name, None)
 
         for name, neutral in _NOT_YET.items():
-            if given(name) not in (None, neutral):
+            if given(name) not in (None, neutral, []):
                 raise InvalidRequestError(
                     f"the model's generation_config asks for {name}={given(name)!r}, which is not supported: "
                     "pass SamplingParams to say how to sample"
@@ -299,6 +306,28 @@ class SamplingParams:
         return cls(**fields)
 
 
+_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...)) searches with beams"
+_STRUCTURE = "use structured_outputs=StructuredOutputsParams(json=...), or regex, choice, grammar, json_object"
+_OF_A_REQUEST = "it is an argument of generate and submit"
+# Where those find it who know it by a name of vLLM's past, of OpenAI's, or of transformers'.
+_ELSEWHERE = {
+    "best_of": "use n with logprobs=0, and take the answers with the largest cumulative_logprob",
+    **dict.fromkeys(("use_beam_search", "beam_width", "num_beams", "length_penalty", "early_stopping"), _BEAMS),
+    **dict.fromkeys(("guided_decoding", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
+    **dict.fromkeys(("guided_grammar", "guided_json_object", "response_format"), _STRUCTURE),
+    **dict.fromkeys(("priority", "timeout_s", "cache_salt", "request_id"), _OF_A_REQUEST),
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_length"), "use max_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "use stop"),
+    "truncate_prompt_tokens": "pass the last token ids of the prompt as prompt_token_ids",
+    "min_new_tokens": "use min_tokens",
+    "num_return_sequences": "use n",
+    "do_sample": "temperature=0 is greedy, everything above samples",
+    "eos_token_id": "use stop_token_ids, and ignore_eos for the model's own",
+    "top_logprobs": "use logprobs",
+    "no_repeat_ngram_size": "it can be written as a function for logits_processors",
+    "stream": "AsyncLLM.generate streams, and output_kind says what",
+}
+
 # What else a generation_config may say about which tokens come, with the value that says nothing.
 _NOT_YET = {
     "encoder_repetition_penalty": 1.0,
@@ -315,6 +344,19 @@ _NOT_YET = {
     "forced_eos_token_id": None,
     "sequence_bias": None,
     "guidance_scale": 1.0,
+    "stop_strings": None,
+    "top_h": None,
+    "exponential_decay_length_penalty": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "watermarking_config": None,
+    "token_healing": False,
 }
 
 
@@ -351,8 +393,7 @@ class BeamSearchParams:
     )
 
     def __post_init__(self) -> None:
-        for name, check in _BEAM_CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_fields(self, _BEAM_CHECKS)
 
 
 def table() -> str:
@@ -401,11 +442,28 @@ def _default(value: Any) -> str:
 # ---- one check a parameter: takes its name and value, gives back the value to keep
 
 
+def _check_fields(params: Any, checks: Mapping[str, Callable[[str, Any], Any]], prefix: str = "") -> None:
+    """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
+    for name, check in checks.items():
+        value = getattr(params, name)
+        try:
+            object.__setattr__(params, name, check(prefix + name, value))
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # it cannot even be compared, or written out
+            raise InvalidRequestError(
+                f"{prefix}{name} is a {type(value).__name__} that cannot be taken: {described(error)}"
+            ) from error
+
+
 def _whole(name: str, value: Any) -> int:
     """A whole number; numpy's are fine, bools and 3.0 are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
-    return int(value)
+    number = int(value)
+    if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
+        raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
+    return number
 
 
 def _real(name: str, value: Any) -> float:
@@ -630,13 +688,14 @@ def _text(name: str, value: Any) -> str | None:
 def _choice(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if not value:
+    texts = _texts(name, value)
+    if not texts:
         raise InvalidRequestError(f"{name}={value!r} has no text to choose")
-    return tuple(dict.fromkeys(_texts(name, value)))
+    return tuple(dict.fromkeys(texts))
 
 
 def _true(name: str, value: Any) -> bool | None:
-    if value not in (None, False, True):
+    if value is not None and not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be True or None")
     return True if value else None
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import ConfigError, InvalidRequestError
+from cbatch.errors import ConfigError, InvalidRequestError, described
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
 
@@ -490,9 +490,7 @@ def render_chat(
             tokenize=False,
         )
     except Exception as error:  # anything: a template is a program of somebody else's
-        raise InvalidRequestError(
-            f"the chat template refuses these messages: {type(error).__name__}: {error}"
-        ) from error
+        raise InvalidRequestError(f"the chat template refuses these messages: {described(error)}") from error
     assert isinstance(text, str)
     return text
 

@@ -12,7 +12,13 @@ import pytest
 from transformers import GenerationConfig
 
 from cbatch.errors import InvalidRequestError
-from cbatch.sampling_params import RequestOutputKind, SamplingParams, table
+from cbatch.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    table,
+)
 
 
 def test_defaults_are_vllms():
@@ -132,6 +138,55 @@ def test_parameter_that_is_not_supported_is_refused_by_name(name):
         SamplingParams(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("best_of", "use n with logprobs=0"),
+        ("use_beam_search", "LLM.beam_search"),
+        ("early_stopping", "LLM.beam_search"),
+        ("guided_decoding", "use structured_outputs="),
+        ("response_format", "use structured_outputs="),
+        ("truncate_prompt_tokens", "prompt_token_ids"),
+        ("max_new_tokens", "use max_tokens"),
+        ("priority", "an argument of generate and submit"),
+        ("tempreature", r"did you mean temperature\?"),
+        ("xyz", "see docs/sampling-parameters.md"),
+    ],
+)
+def test_name_of_another_project_is_refused_with_what_to_use(name, hint):
+    with pytest.raises(TypeError, match=f"SamplingParams has no {name}: .*{hint}"):
+        SamplingParams(**{name: 1})
+
+
+class Odd:
+    """A value that cannot be compared, told true from false, or written out."""
+
+    def __eq__(self, other):
+        raise RuntimeError("no comparison")
+
+    def __bool__(self):
+        raise RuntimeError("no truth")
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Odd(), [Odd()], 10**5000, -(10**5000), [10**5000], {1: 10**5000}, np.array(1), np.array([1.5, 2.5]), [[1]], ...],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams, StructuredOutputsParams])
+def test_values_beyond_words_are_refused_by_name(cls, value):
+    """Some came out as errors of numpy's, or of Python's, which writes no integer of more than 4,300 digits."""
+    needed = {"beam_width": 2, "max_tokens": 3} if cls is BeamSearchParams else {}
+    for field in dataclasses.fields(cls):
+        with pytest.raises(InvalidRequestError, match=field.name):
+            cls(**{**needed, field.name: value})
+
+
 def test_numbers_of_numpy_become_plain_ones():
     params = SamplingParams(
         temperature=np.float32(0.5),
@@ -222,12 +277,24 @@ def test_generation_config_supplies_the_defaults():
     )
     assert SamplingParams.from_generation_config(GenerationConfig()) == SamplingParams()
     assert SamplingParams.from_generation_config(None) == SamplingParams()
+    assert SamplingParams.from_generation_config(GenerationConfig(suppress_tokens=[])) == SamplingParams()
     greedy = GenerationConfig(do_sample=False, repetition_penalty=1.3)
     assert SamplingParams.from_generation_config(greedy) == SamplingParams(temperature=0, repetition_penalty=1.3)
 
 
 @pytest.mark.parametrize(
-    "asks", [{"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"bad_words_ids": [[5]]}, {"suppress_tokens": [1]}]
+    "asks",
+    [
+        {"no_repeat_ngram_size": 3},
+        {"num_beams": 4},
+        {"bad_words_ids": [[5]]},
+        {"suppress_tokens": [1]},
+        *[
+            {"stop_strings": ["end"]},
+            {"penalty_alpha": 0.6},
+            {"exponential_decay_length_penalty": (5, 1.1)},
+        ],
+    ],
 )
 def test_generation_config_that_asks_for_more_than_we_can_is_refused(asks):
     with pytest.raises(InvalidRequestError, match=next(iter(asks))):

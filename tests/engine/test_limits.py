@@ -1,5 +1,7 @@
 """What is no prompt is refused with words for what it is; numpy alone would make numbers of some of it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -51,3 +53,18 @@ def test_any_sequence_of_integers_is_a_prompt(prompt):
 def test_what_is_no_prompt_is_told_as_what_it_is(prompt, says):
     with pytest.raises(InvalidRequestError, match=says.replace(".", r"\.")):
         LIMITS.prompt(prompt, None)
+
+
+def test_priority_and_timeout_may_be_of_numpy_and_of_any_size():
+    """An int64 was refused as no integer, a float32 as no number; an int that no float holds was an OverflowError."""
+    limits = dataclasses.replace(LIMITS, policy="priority")
+    assert type(limits.priority(np.int64(-3), None)) is int
+    assert limits.timeout(np.float32(0.5), None) == 0.5
+    assert limits.timeout(None, None) is None
+    assert limits.timeout(10**5000, None) == limits.timeout(float("inf"), None) > 1e9
+    for wrong in (10**5000, np.array(3), True, 1.0):
+        with pytest.raises(InvalidRequestError, match=r"priority is .*, but must be an integer from -"):
+            limits.priority(wrong, None)
+    for wrong in (-(10**5000), float("nan"), np.float32("nan"), np.array(3), True, "1"):
+        with pytest.raises(InvalidRequestError, match=r"timeout_s is .*, but must be a positive number"):
+            limits.timeout(wrong, None)

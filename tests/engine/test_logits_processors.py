@@ -19,6 +19,7 @@ from cbatch.request import RequestHandle
 from cbatch.sampler import HELD, drawing, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tests.counting import CountingModel, counted
+from tests.engine.test_sampling import Numbers
 
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
 everywhere = pytest.mark.parametrize("options", SCHEDULES, ids=["sync", "async", "deep"])
@@ -160,6 +161,15 @@ def fail(token_ids: list[int], logits: Tensor) -> Tensor:
     return logits
 
 
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("the message is made where it is read, and that fails")
+
+
+def fail_without_words(token_ids: list[int], logits: Tensor) -> Tensor:
+    raise WordlessError
+
+
 @everywhere
 @pytest.mark.parametrize(
     ("bad", "message"),
@@ -169,6 +179,11 @@ def fail(token_ids: list[int], logits: Tensor) -> Tensor:
         (lambda ids, logits: logits[:-1], r"it returned torch.float32 \[99\] on .*, not floats \[100\]"),
         (lambda ids, logits: logits.long(), r"it returned torch.int64 \[100\]"),
         (lambda ids, logits: logits.to("meta"), r"on meta, not floats \[100\] on c"),
+        (
+            lambda ids, logits: logits.to_sparse(),
+            r"RuntimeError: .*sparse",
+        ),  # looks like floats until it is copied
+        (fail_without_words, r"logits_processors\[0\] failed: WordlessError$"),
     ],
 )
 def test_one_that_fails_ends_its_own_request_alone(
@@ -189,6 +204,60 @@ def test_one_that_fails_ends_its_own_request_alone(
     assert engine.is_healthy
     assert engine.stats()["num_running"] == 0 and engine.stats()["steps"] < 50  # nothing goes on for it
     assert tokens(engine.submit([1], SamplingParams(temperature=0.0, max_tokens=3), request_id="x")) == [2, 3, 4]
+
+
+def nothing(token_ids: list[int], logits: Tensor) -> Tensor:
+    return torch.full_like(logits, -torch.inf)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("more", "model"),
+    [
+        ({"allowed_token_ids": [7, 40]}, {}),
+        ({"allowed_token_ids": [99]}, {}),
+        ({"bad_words": ["0"]}, {}),
+        ({"bad_words": ["0 0"]}, {}),
+        ({"min_tokens": 3}, {"eos": (0,)}),
+    ],
+)
+def test_one_that_leaves_nothing_to_other_parameters_ends_its_own_request_alone(
+    options: dict[str, Any], more: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Of logits that are all -inf the device makes token 0. It was handed out where it was forbidden."""
+    config = EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33, **options)
+    with Engine(CountingModel(**model), config, Numbers()) as engine:
+        neighbour = engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30))
+        with pytest.raises(CBatchError, match="left no token that the other parameters allow here"):
+            tokens(engine.submit([1], greedy(nothing, **more)))
+        assert tokens(neighbour) == counted(41, 30)
+        assert tokens(engine.submit([1], greedy(skip_three, allowed_token_ids=[2, 5, 8], max_tokens=3))) == [2, 5, 8]
+    engine.scheduler.check()
+
+
+@everywhere
+def test_one_that_waits_for_its_own_engine_ends_its_own_request_alone(
+    counting_engine: Start, options: dict[str, Any]
+) -> None:
+    """The engine waits for the function, and the function for the engine: nothing would ever go on, not even `close`.
+    Of another engine it may want something, and to submit needs no waiting."""
+    engine, other = counting_engine(**options), counting_engine(**options)
+    submitted: list[RequestHandle] = []
+
+    def ask(whom: Engine) -> Callable[..., Tensor]:
+        def processor(ids: list[int], logits: Tensor) -> Tensor:
+            submitted.append(engine.submit([50], greedy(max_tokens=3)))
+            answer = whom.submit([20], greedy(max_tokens=2)).result().outputs[0].token_ids
+            return logits.roll(answer[-1] - 21)  # by one
+
+        return processor
+
+    neighbour = engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30))
+    with pytest.raises(CBatchError, match="a logits processor waits for it, while its engine waits for the processor"):
+        tokens(engine.submit([1], greedy(ask(engine))))
+    assert tokens(engine.submit([1], greedy(ask(other), max_tokens=3))) == [3, 5, 7]
+    assert tokens(neighbour) == counted(41, 30)
+    assert [tokens(handle) for handle in submitted] == [[51, 52, 53]] * 4
 
 
 @pytest.mark.parametrize("when", range(1, 6))

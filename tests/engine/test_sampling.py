@@ -385,7 +385,20 @@ def test_penalty_that_float32_cannot_hold_gives_tokens_all_the_same(model: nn.Mo
         ({"bad_words": [str(i) for i in range(65)]}, "bad_words makes 65 token sequences.*the limit is 64"),
         (
             {"allowed_token_ids": [EOS, 5], "min_tokens": 2, "bad_words": ["5"]},
-            "allowed_token_ids has 2 tokens, but min_tokens and bad_words forbid all",
+            "allowed_token_ids has 2 tokens, but min_tokens and bad_words forbid all of them$",
+        ),
+        (
+            {"allowed_token_ids": [5, 6], "bad_words": ["5 5", "5 6", "7 5 6"]},
+            r"allowed_token_ids has 2 tokens, but min_tokens and bad_words forbid all of them behind \[5\]$",
+        ),
+        (
+            {"allowed_token_ids": [5, 6, 7], "bad_words": ["6 6 5", "6 6", "7", "6 5"]},
+            r"allowed_token_ids has 3 tokens, but .* behind \[6\]$",
+        ),
+        ({"allowed_token_ids": [5, 6], "bad_words": ["5 5", "6 5 6"]}, r".* forbid all of them behind \[6, 5\]$"),
+        (
+            {"stop_token_ids": range(VOCAB_SIZE), "min_tokens": 1},
+            f"the vocabulary has {VOCAB_SIZE} tokens, but min_tokens and bad_words forbid all of them$",
         ),
     ],
 )
@@ -397,6 +410,25 @@ def test_what_the_model_or_a_slot_cannot_serve_is_refused_alone(
         with pytest.raises(InvalidRequestError, match=f"request x: {message}"):
             engine.submit(PROMPTS[0], SamplingParams(**given), request_id="x")
         assert tokens(neighbour) == plain(model, PROMPTS[0], neighbour.params)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allowed_token_ids": [5, 6], "bad_words": ["5 5", "7 5 6"]},  # 7 is not allowed, so 6 can follow 5
+        {"allowed_token_ids": [5, 6], "bad_words": ["6 6", "6 5"], "max_tokens": 1},  # nothing comes behind it
+        {"allowed_token_ids": [5, 6], "bad_words": ["6 6", "6 5"], "stop_token_ids": [6]},  # nor here
+        {"allowed_token_ids": [5, 6], "bad_words": ["6 6", "6 5", "6"]},  # 6 never comes
+    ],
+)
+def test_bad_words_that_never_meet_all_that_is_allowed(model: nn.Module, given: dict[str, Any]) -> None:
+    """What is refused must be impossible: an answer that these words leave open comes, and keeps to them."""
+    with start(model) as engine:
+        params = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 1, "temperature": 9.0, **given})
+        found = tokens(engine.submit(PROMPTS[0], params))
+        assert found and set(found) <= {5, 6}
+        text = f" {' '.join(map(str, found))} "
+        assert not any(f" {word} " in text for word in given["bad_words"])
 
 
 def test_more_biases_than_a_slot_holds_are_refused() -> None:

@@ -357,6 +357,19 @@ def test_any_mixture_of_parameters_is_the_same_on_both_schedules(
 # ---- what there is to ask for
 
 
+@pytest.mark.parametrize(
+    "texts", [["a\x7fb", "\x00", "\u2028"], [f"option {i}" for i in range(3000)]], ids=["controls", "many"]
+)
+def test_choice_of_any_texts(model: nn.Module, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    """One with a DEL was refused as bad grammar, and of 2,000 or more each request failed at its first token: they
+    were so many rules of a parser, whose rows hold 2,000."""
+    asked = StructuredOutputsParams(choice=texts)
+    with start(model, tokenizer) as engine:
+        params = [SamplingParams(structured_outputs=asked, seed=seed, temperature=2.0) for seed in range(6)]
+        found = {answer(handle).text for handle in [engine.submit([5, 6], each) for each in params]}
+    assert len(found) > 1 and found <= set(texts)
+
+
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
 def test_regex_choice_and_grammars_hold(make: Any, device: str) -> None:
     tokenizer = make()
@@ -533,6 +546,7 @@ def test_grammar_that_never_finds_its_next_token_ends_its_request_alone(
         ({"choice": ["a", ""]}, "empty string"),
         ({"grammar": 5}, "structured_outputs.grammar=5"),
         ({"json_object": 3}, "structured_outputs.json_object=3"),
+        ({"json_object": 1}, "structured_outputs.json_object=1 must be True or None"),
         (
             {"regex": "a", "disable_any_whitespace": True},
             "disable_any_whitespace is for JSON, but the answer is a regex",
