@@ -499,8 +499,8 @@ mixtures = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(st.sampled_from(PROMPTS), mixtures), min_size=1, max_size=8))
+@settings(max_examples=125, deadline=None, suppress_health_check=list(HealthCheck))  # 500 mixtures and more
+@given(st.lists(st.tuples(st.sampled_from(PROMPTS), mixtures), min_size=4, max_size=8))
 def test_any_mixture_of_parameters_is_the_same_on_both_schedules(
     both: tuple[Engine, Engine], drawn: list[tuple[list[int], dict[str, Any]]]
 ) -> None:
