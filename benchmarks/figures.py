@@ -38,7 +38,8 @@ def decode_rows() -> Iterator[tuple[str, str, str, str]]:
     greedy, everything, grammar = load("h200-decode-sampling")["runs"][:3]
     first = greedy["ms_per_step_p50"]
     yield (
-        f"the same with every sampling parameter set; with a grammar in one row (context {greedy['mean_context']:,})",
+        f"decode, 8B shape, 32 requests at a context of {greedy['mean_context']:,}: every sampling parameter set; or a "
+        "grammar in one row",
         f"{everything['ms_per_step_p50']:.2f} ms; {grammar['ms_per_step_p50']:.2f} ms a step",
         f"greedy {first:.2f} ms: {everything['ms_per_step_p50'] / first - 1:.1%} and "
         f"{grammar['ms_per_step_p50'] / first - 1:.1%} more",
