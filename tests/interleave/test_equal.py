@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.errors import PromptTooLongError
 from cbatch.interleave import InterleavedGenerator
 from cbatch.interleave.decoding import Batch, Decoding
 from cbatch.interleave.options import resolve
@@ -82,6 +83,26 @@ def test_the_models_generation_config_decides_what_a_call_leaves_out(tiny: Make,
         model.generation_config = before
 
 
+def test_the_models_max_length_counts_where_nothing_else_says_how_many(tiny: Make, device: str) -> None:
+    """Older checkpoints have it in their ``generation_config``. It was passed over, and 20 tokens came instead."""
+    model = tiny("qwen3", device)
+    ids, mask = prompts(device)
+    before = model.generation_config
+    generator = InterleavedGenerator(model)
+    try:
+        model.generation_config = type(before)(max_length=14)
+        tokens = generator.generate(ids, mask)
+        assert tokens.tolist() == model.generate(ids, attention_mask=mask).tolist() and tokens.shape[1] == 14
+        assert generator.generate(ids, mask, 7).shape[1] == 9 + 7
+        model.generation_config = type(before)(max_length=9)
+        with pytest.raises(PromptTooLongError, match="9 tokens, but the model's generation_config has max_length=9"):
+            generator.generate(ids, mask)
+        model.generation_config = type(before)(max_length=9, max_new_tokens=3)
+        assert generator.generate(ids, mask).shape[1] == 9 + 3
+    finally:
+        model.generation_config = before
+
+
 def test_padding_is_found_where_no_mask_says_it(tiny: Make, device: str) -> None:
     """As transformers does: where the pad token is, unless it is a stop token too."""
     model = tiny("gpt2", device)
@@ -105,7 +126,7 @@ def test_what_is_kept_from_one_prompt_serves_another(tiny: Make, device: str) ->
     """A captured step keeps its tensors for the next prompt: nothing of the trial steps or of the last prompt, longer
     and padded elsewhere, may be left in them. Run here without the graph, so that the CPU sees it too."""
     model = tiny("gemma2", device)
-    choice, _ = resolve(model.generation_config, 101)
+    choice = resolve(model.generation_config, 101)
     search = Tokens(choice, 3, 40, torch.device(device))
     decoding = Decoding(model, model, search, 40, "static")
     with torch.no_grad():
