@@ -134,13 +134,18 @@ class InterleavedGenerator:
 
         Raises:
             InvalidRequestError, PromptTooLongError: an option or a prompt that cannot be served.
-            ConfigError: the model is in training mode.
+            ConfigError: the model is in training mode, or torch.autocast on with a static cache.
             UnsupportedModelError: the model's step cannot be captured; see ``compile``.
         """
         _in_evaluation(self.model)
         if self.model.device != self._device:
             raise ConfigError(
                 f"the model is on {self.model.device} now, but was on {self._device}: make a new generator"
+            )
+        if self.cache == "static" and torch.is_autocast_enabled(self._device.type):
+            raise ConfigError(
+                "torch.autocast is on, which gives keys and values different dtypes, and a static cache has one: use "
+                "cache='dynamic', or convert the model"
             )
         choice = resolve(
             self.model.generation_config,

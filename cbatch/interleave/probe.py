@@ -39,12 +39,16 @@ class _Forced:
         raise NotImplementedError
 
 
-@torch.no_grad()
 def probe(model: Any, vocab_size: int, cache: CacheKind) -> None:
     """A prompt and a few tokens of two rows, one padded; then each row in one plain forward. Waits for the device.
 
     Raises UnsupportedModelError where one fails, or where they differ by more than rounding. Touches no random state.
     """
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # which rounds more than the dtype says
+        _probe(model, vocab_size, cache)
+
+
+def _probe(model: Any, vocab_size: int, cache: CacheKind) -> None:
     name, length = type(model).__name__, _PROMPT_LEN + _NUM_STEPS
     experts = any("expert" in module for module, _ in model.named_modules())
     rule, reason = Rule(model.dtype, experts), None

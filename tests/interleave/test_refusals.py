@@ -11,7 +11,7 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
-from tests.interleave.conftest import Make, prompts
+from tests.interleave.conftest import Make, expected, prompts
 from tests.models.families import make_tiny
 
 
@@ -197,6 +197,20 @@ def test_a_model_in_training_is_refused() -> None:
         made.generate(IDS, max_new_tokens=2)
     with pytest.raises(ConfigError, match=r"model\.eval"):
         InterleavedGenerator(model)
+
+
+def test_a_static_cache_within_autocast_is_refused(tiny: Make) -> None:
+    """Rotated keys are float32 there and values bfloat16, and it ended in an error about ``index_copy_``."""
+    model = tiny("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        made = InterleavedGenerator(model)
+        with pytest.raises(ConfigError, match="cache='dynamic'"):
+            made.generate(IDS, max_new_tokens=2)
+        growing = InterleavedGenerator(model, cache="dynamic")
+        assert (
+            growing.generate(IDS, max_new_tokens=4).tolist() == expected(model, IDS, torch.ones_like(IDS), 4).tolist()
+        )
+    assert made.generate(IDS, max_new_tokens=2).shape == (2, 4)
 
 
 def test_every_refusal_is_one_error_to_catch() -> None:
