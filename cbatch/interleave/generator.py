@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
-from cbatch.interleave.decoding import Batch, CacheKind, Decoding, static_cache
+from cbatch.interleave.decoding import Batch, CacheKind, Decoding, num_embeddings, static_cache
 from cbatch.interleave.lanes import CudaLanes, HostLane, Lanes
 from cbatch.interleave.options import Choice, resolve, token_limit
 from cbatch.interleave.probe import probe
@@ -88,7 +88,7 @@ class InterleavedGenerator:
         self._forward: Callable[..., Any] = torch.compile(model.__call__) if compile is True else model
         self._captured: tuple[tuple[Any, ...], Decoding] | None = None  # by choice, batch size and weights
         self._busy = threading.Lock()
-        probe(model, self._vocab_size, cache)
+        probe(model, cache)
 
     @torch.inference_mode(False)  # or a graph captured within the caller's inference mode would fail outside of it
     @torch.no_grad()
@@ -149,7 +149,7 @@ class InterleavedGenerator:
             )
         choice = resolve(
             self.model.generation_config,
-            self._vocab_size,
+            num_embeddings(self.model),
             do_sample=do_sample,
             temperature=temperature,
             top_k=top_k,
@@ -254,11 +254,6 @@ class InterleavedGenerator:
             self._captured = key, decoding
         return decoding
 
-    @property
-    def _vocab_size(self) -> int:
-        embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
-
     def _check_prompt(self, ids: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
         """Prompt and mask on the model's device, int64. Waits for the device, to look at them."""
         if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
@@ -268,9 +263,9 @@ class InterleavedGenerator:
             )
         ids = ids.to(self._device, torch.int64)
         low, high = (int(value) for value in torch.aminmax(ids))
-        if low < 0 or high >= self._vocab_size:
+        if low < 0 or high >= num_embeddings(self.model):
             wrong = low if low < 0 else high
-            raise InvalidRequestError(f"input_ids hold {wrong}, but tokens are 0 to {self._vocab_size - 1}")
+            raise InvalidRequestError(f"input_ids hold {wrong}, but tokens are 0 to {num_embeddings(self.model) - 1}")
         if mask is None:
             mask = torch.ones_like(ids)
             if choice.pad_token_id is not None and choice.pad_token_id not in choice.eos_token_ids:

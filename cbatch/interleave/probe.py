@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cbatch.errors import UnsupportedModelError
-from cbatch.interleave.decoding import Batch, CacheKind, Decoding
+from cbatch.interleave.decoding import Batch, CacheKind, Decoding, num_embeddings
 from cbatch.models.comparison import Rule
+from cbatch.models.config_facts import max_positions
 
 _PROMPT_LEN, _PADDING, _NUM_STEPS = 5, 2, 3  # tokens; of the second row
 
@@ -39,17 +40,20 @@ class _Forced:
         raise NotImplementedError
 
 
-def probe(model: Any, vocab_size: int, cache: CacheKind) -> None:
+def probe(model: Any, cache: CacheKind) -> None:
     """A prompt and a few tokens of two rows, one padded; then each row in one plain forward. Waits for the device.
 
     Raises UnsupportedModelError where one fails, or where they differ by more than rounding. Touches no random state.
     """
     with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # which rounds more than the dtype says
-        _probe(model, vocab_size, cache)
+        _probe(model, cache)
 
 
-def _probe(model: Any, vocab_size: int, cache: CacheKind) -> None:
+def _probe(model: Any, cache: CacheKind) -> None:
     name, length = type(model).__name__, _PROMPT_LEN + _NUM_STEPS
+    if length > max_positions(model.config):
+        return  # a toy, too short to compare anything
+    vocab_size = num_embeddings(model)
     experts = any("expert" in module for module, _ in model.named_modules())
     rule, reason = Rule(model.dtype, experts), None
     for attempt in range(rule.attempts):
@@ -62,7 +66,8 @@ def _probe(model: Any, vocab_size: int, cache: CacheKind) -> None:
         decoding = Decoding(model, model, search, length, cache)
         try:
             alone = [
-                model(input_ids=row[None]).logits[0, -1 - _NUM_STEPS :] for row in (ids[0, :-1], ids[1, _PADDING:-1])
+                model(input_ids=row[None]).logits[0, -1 - _NUM_STEPS :, :vocab_size]
+                for row in (ids[0, :-1], ids[1, _PADDING:-1])
             ]
             decoding.load(Batch(ids[:, :_PROMPT_LEN], mask, True, _NUM_STEPS + 1))
             decoding.prefill()

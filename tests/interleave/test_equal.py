@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from cbatch.errors import PromptTooLongError
 from cbatch.interleave import InterleavedGenerator
@@ -14,6 +15,7 @@ from cbatch.interleave.decoding import Batch, Decoding
 from cbatch.interleave.options import resolve
 from cbatch.interleave.search import Tokens
 from tests.interleave.conftest import Make, expected, prompts
+from tests.models.families import make_tiny, widen_head
 
 FAMILIES = ["gpt2", "llama", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"]  # the last three with a window of 8
 
@@ -113,6 +115,22 @@ def test_padding_is_found_where_no_mask_says_it(tiny: Make, device: str) -> None
         options = {"eos_token_id": stop, "pad_token_id": 1}
         right = model.generate(ids, max_new_tokens=10, do_sample=False, **options)
         assert generator.generate(ids, max_new_tokens=10, **options).tolist() == right.tolist()
+
+
+def test_a_head_with_more_rows_than_the_embedding_chooses_no_token_beyond_it(device: str) -> None:
+    """Padding of a head that wins: such a token cannot be computed with. It ended in an IndexError, on a GPU in an
+    assertion of the device that ends its use."""
+    narrow, wide = make_tiny("llama", device), widen_head(make_tiny("llama", device), 7)
+    ids, mask = prompts(device)
+    for options in ({}, {"num_beams": 2}):
+        tokens = InterleavedGenerator(wide).generate(ids, mask, 12, **options)  # type: ignore[arg-type]
+        assert tokens.tolist() == expected(narrow, ids, mask, 12, **options).tolist()
+
+
+def test_a_model_too_short_to_be_compared_is_taken() -> None:
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=5, n_positions=4, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    assert InterleavedGenerator(model).generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1] <= 4
 
 
 def test_one_token_and_one_row_and_the_last_position(tiny: Make, device: str) -> None:
