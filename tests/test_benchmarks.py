@@ -224,6 +224,12 @@ def test_the_ladder_ends_in_a_line_where_it_cannot_climb(run, capsys, tmp_path):
         assert says in capsys.readouterr().err
 
 
+def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
+    """``--device cpu`` without ``--rungs`` ended in an error in the middle of the ladder."""
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "graphs")
+    assert capsys.readouterr().out.startswith("graphs: left out, there are no CUDA graphs on the CPU")
+
+
 def climbed(rungs):
     """Runs of a ladder: batch 1 and 8, 50 and 100 tokens, each rung so many times 10 tokens/s a row."""
     names = {"shape": "s", "input_len": 5, "dtype": "bfloat16", "device": "cuda", "ready_s": 1.0}
