@@ -94,7 +94,7 @@ class Bench:
     def stop(self) -> int:
         eos = self.config.eos_token_id
         eos = eos[0] if isinstance(eos, list) else eos
-        return self.config.vocab_size - 1 if eos is None else eos
+        return eos if eos is not None and eos < self.config.vocab_size else self.config.vocab_size - 1
 
     @functools.cached_property
     def model(self) -> Any:
@@ -474,13 +474,19 @@ def plot(runs: list[dict[str, Any]], out: Path) -> None:
     pyplot.close(figure)
 
 
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
 def main() -> None:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["gpt2-shape"], help="shapes, folders or config files")
-    parser.add_argument("--batches", nargs="+", type=int, help="rows (1 8 32; other shapes: 1)")
-    parser.add_argument("--new-tokens", nargs="+", type=int, help="tokens a row (50 100 200 400; other shapes: 200)")
+    parser.add_argument("--batches", nargs="+", type=_positive, help="rows (1 8 32; other shapes: 1)")
+    parser.add_argument("--new-tokens", nargs="+", type=_positive, help="tokens a row (50 100 200 400; others: 200)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, help="(all; other shapes: those from StaticCache on)")
-    parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--input-len", type=_positive, default=32, help="tokens of each prompt")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out what begins later")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="(bfloat16; float32 on the CPU)")
@@ -488,6 +494,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a JSON; measures nothing")
     parser.add_argument("--out", type=Path, help="the picture, .png or .svg (beside the JSON, .png)")
     args = parser.parse_args()
+    for file in (args.markdown, args.plot):
+        if file is not None and not (file.is_file() and json.loads(file.read_text(encoding="utf-8"))["runs"]):
+            parser.error(f"{file} is no file with runs")
     if args.markdown is not None:
         print(markdown(json.loads(args.markdown.read_text(encoding="utf-8"))["runs"]), end="")
         return
@@ -527,6 +536,9 @@ def main() -> None:
         dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
         bench = Bench(shape, device, dtype, args.input_len, start + args.seconds)
         for name in sorted(rungs, key=ORDER.index):
+            if name == "graphs" and device.type == "cpu":
+                print("graphs: left out, there are no CUDA graphs on the CPU", flush=True)
+                continue
             if name == "expandable" and not own_process:
                 left = bench.deadline - time.monotonic()
                 if left > 0:

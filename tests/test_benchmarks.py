@@ -209,6 +209,27 @@ def test_the_ladder_merges_runs_into_one_file(run, capsys, tiny, tmp_path, monke
     assert "holds runs with other torch" in capsys.readouterr().err
 
 
+def test_the_ladder_ends_in_a_line_where_it_cannot_climb(run, capsys, tmp_path):
+    """Zero tokens were an error of the engine, after the rungs before it had been measured."""
+    empty = tmp_path / "empty.json"
+    empty.write_text('{"runs": []}')
+    for arguments, says in (
+        (("--device", "cpu", "--batches", 0), "--batches: 0 is not at least 1"),
+        (("--device", "cpu", "--new-tokens", 5, -1), "not at least 1"),
+        (("--plot", empty), "empty.json is no file with runs"),
+        (("--markdown", tmp_path / "none.json"), "none.json is no file with runs"),
+    ):
+        with pytest.raises(SystemExit):
+            run("ladder", *arguments)
+        assert says in capsys.readouterr().err
+
+
+def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
+    """``--device cpu`` without ``--rungs`` ended in an error in the middle of the ladder."""
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "graphs")
+    assert capsys.readouterr().out.startswith("graphs: left out, there are no CUDA graphs on the CPU")
+
+
 def climbed(rungs):
     """Runs of a ladder: batch 1 and 8, 50 and 100 tokens, each rung so many times 10 tokens/s a row."""
     names = {"shape": "s", "input_len": 5, "dtype": "bfloat16", "device": "cuda", "ready_s": 1.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,3 +88,14 @@ def test_every_direct_dependency_is_pinned_within_its_range() -> None:
             version = versions.get(canonicalize_name(requirement.name))
             assert version, f"{requirement.name} has no line in constraints.txt"
             assert requirement.specifier.contains(version), f"{requirement} excludes the tested {version}"
+
+
+def test_the_readmes_tree_names_every_module() -> None:
+    """The tree is where a reader begins; a file that is missing there was usually added in a hurry. And none is named
+    that is gone."""
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+    named = set(re.findall(r"[\w-]+\.(?:py|json)", tree))
+    files = {path.name for path in (ROOT / "cbatch").rglob("*.py")}
+    files |= {path.name for folder in ("scheduler", "kernels") for path in (ROOT / folder).iterdir() if path.is_file()}
+    modules = {name for name in files if name.endswith(".py") and not name.startswith("__")}
+    assert modules - named == set() == named - files

@@ -46,6 +46,11 @@ def static_cache(config: Any, max_len: int) -> Cache:
     )
 
 
+def num_embeddings(model: Any) -> int:
+    """How many tokens a model can take. Its head may have rows for more, as padding: such a token is never chosen."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 @dataclass(frozen=True)
 class Batch:
     input_ids: Tensor  # [num_rows, length] int64, a row a beam
@@ -65,7 +70,7 @@ class Decoding:
     def __init__(self, model: Any, forward: Callable[..., Any], search: Search, max_len: int, cache: CacheKind) -> None:
         device, num_rows = search.report.device, search.num_rows
         self.search, self.max_len = search, max_len
-        self._model, self._forward, self._kind = model, forward, cache
+        self._model, self._forward, self._kind, self._vocab_size = model, forward, cache, num_embeddings(model)
         self._tokens = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
         self._mask = torch.ones(num_rows, max_len, dtype=torch.int64, device=device)
@@ -174,7 +179,7 @@ class Decoding:
         )
 
     def _choose(self, logits: Tensor) -> None:
-        tokens, parents = self.search.choose(logits[:, -1].to(torch.float32, copy=True))
+        tokens, parents = self.search.choose(logits[:, -1, : self._vocab_size].to(torch.float32, copy=True))
         self._tokens.copy_(tokens[:, None])
         if parents is None:
             return

@@ -8,6 +8,7 @@ has been computed in vain, and is dropped.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
-from cbatch.interleave.decoding import Batch, CacheKind, Decoding, static_cache
+from cbatch.interleave.decoding import Batch, CacheKind, Decoding, num_embeddings, static_cache
 from cbatch.interleave.lanes import CudaLanes, HostLane, Lanes
-from cbatch.interleave.options import Choice, resolve
+from cbatch.interleave.options import Choice, resolve, token_limit
+from cbatch.interleave.probe import probe
 from cbatch.interleave.search import Beams, Tokens
 from cbatch.models.config_facts import max_positions
 
@@ -34,7 +36,8 @@ class InterleavedGenerator:
     """A causal LM of transformers, one batch at a time.
 
     Args:
-        model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It stays as it is.
+        model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It stays as it is. A few tokens
+            are computed, step by step and at once: a model whose logits then differ is refused.
         tokenizer: for prompts that are text.
         num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each one more lets the host
             run one token further ahead, and computes one more in vain at a stop. On the CPU there is one lane, which
@@ -48,7 +51,7 @@ class InterleavedGenerator:
     after the last token that was needed: at most ``num_lanes - 1``.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option out of range, or a model in training mode.
         UnsupportedModelError: a model that cannot be run so, with the reason.
     """
 
@@ -61,6 +64,7 @@ class InterleavedGenerator:
         cache: CacheKind = "static",
     ) -> None:
         self._device = _checked(model)
+        _in_evaluation(model)
         if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
             raise ConfigError(f"num_streams is {num_streams!r}, but must be a whole number of at least 1")
         if not (isinstance(compile, bool) or compile == "cudagraphs"):
@@ -82,9 +86,11 @@ class InterleavedGenerator:
         self.num_steps = self.num_wasted_steps = 0
         self._lanes: Lanes = CudaLanes(num_streams, self._device) if on_gpu else HostLane()
         self._forward: Callable[..., Any] = torch.compile(model.__call__) if compile is True else model
-        self._captured: tuple[tuple[Choice, int], Decoding] | None = None  # by choice and batch size
+        self._captured: tuple[tuple[Any, ...], Decoding] | None = None  # by choice, batch size and weights
         self._busy = threading.Lock()
+        probe(model, cache)
 
+    @torch.inference_mode(False)  # or a graph captured within the caller's inference mode would fail outside of it
     @torch.no_grad()
     def generate(
         self,
@@ -128,19 +134,22 @@ class InterleavedGenerator:
 
         Raises:
             InvalidRequestError, PromptTooLongError: an option or a prompt that cannot be served.
-            ConfigError: the model is in training mode.
+            ConfigError: the model is in training mode, or torch.autocast on with a static cache.
             UnsupportedModelError: the model's step cannot be captured; see ``compile``.
         """
-        if self.model.training:
-            raise ConfigError("the model is in training mode: call model.eval() first")
+        _in_evaluation(self.model)
         if self.model.device != self._device:
             raise ConfigError(
                 f"the model is on {self.model.device} now, but was on {self._device}: make a new generator"
             )
-        choice, limit = resolve(
+        if self.cache == "static" and torch.is_autocast_enabled(self._device.type):
+            raise ConfigError(
+                "torch.autocast is on, which gives keys and values different dtypes, and a static cache has one: use "
+                "cache='dynamic', or convert the model"
+            )
+        choice = resolve(
             self.model.generation_config,
-            self._vocab_size,
-            max_new_tokens=max_new_tokens,
+            num_embeddings(self.model),
             do_sample=do_sample,
             temperature=temperature,
             top_k=top_k,
@@ -158,20 +167,22 @@ class InterleavedGenerator:
                 raise InvalidRequestError(f"streamer is {streamer!r}, but must have put(tokens) and end()")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InvalidRequestError(f"generator is {generator!r}, but must be a torch.Generator")
-        texts = input_ids
-        if isinstance(texts, str) or not isinstance(texts, Tensor):
-            if attention_mask is not None:
-                raise InvalidRequestError("attention_mask with prompts that are text: their padding is known")
-            prompt, mask = self._encode([texts] if isinstance(texts, str) else texts, choice.pad_token_id or 0)
-        else:
-            prompt, mask = self._check_prompt(texts, attention_mask, choice)
+        texts = ids = input_ids
+        if not isinstance(ids, Tensor):
+            rows = [ids] if isinstance(ids, str) else ids
+            ids, attention_mask = self._encode(rows, attention_mask, choice.pad_token_id or 0)
+        prompt, mask = self._check_prompt(ids, attention_mask, choice)
         length = prompt.shape[1]
+        limit = token_limit(self.model.generation_config, max_new_tokens, length)
         if length + limit > (most := max_positions(self.model.config)):
             raise PromptTooLongError(
                 f"a prompt of {length} tokens and max_new_tokens={limit}, but the model has {most} positions"
             )
         if not self._busy.acquire(blocking=False):
-            raise CBatchError("generate is running in another thread; this class computes one batch at a time")
+            raise CBatchError(
+                "generate is running already, in another thread or in a streamer's put; this class computes one batch "
+                "at a time"
+            )
         try:
             new = self._run(prompt, mask, choice, limit, generator, streamer)
         finally:
@@ -228,8 +239,8 @@ class InterleavedGenerator:
         batch_size, limit = num_rows // choice.num_beams, batch.max_new_tokens
         max_len = length + limit
         captured = bool(self.compile) and self._device.type == "cuda" and limit > 1
-        key = choice, batch_size
         if captured:
+            key = choice, batch_size, _weights(self.model)
             if self._captured and self._captured[0] == key and self._captured[1].max_len >= max_len:
                 return self._captured[1]
             self._captured = None  # its memory is the new one's
@@ -243,11 +254,6 @@ class InterleavedGenerator:
             self._captured = key, decoding
         return decoding
 
-    @property
-    def _vocab_size(self) -> int:
-        embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
-
     def _check_prompt(self, ids: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
         """Prompt and mask on the model's device, int64. Waits for the device, to look at them."""
         if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
@@ -257,9 +263,9 @@ class InterleavedGenerator:
             )
         ids = ids.to(self._device, torch.int64)
         low, high = (int(value) for value in torch.aminmax(ids))
-        if low < 0 or high >= self._vocab_size:
+        if low < 0 or high >= num_embeddings(self.model):
             wrong = low if low < 0 else high
-            raise InvalidRequestError(f"input_ids hold {wrong}, but tokens are 0 to {self._vocab_size - 1}")
+            raise InvalidRequestError(f"input_ids hold {wrong}, but tokens are 0 to {num_embeddings(self.model) - 1}")
         if mask is None:
             mask = torch.ones_like(ids)
             if choice.pad_token_id is not None and choice.pad_token_id not in choice.eos_token_ids:
@@ -267,24 +273,28 @@ class InterleavedGenerator:
         elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise InvalidRequestError(f"attention_mask is {shape}, but must be of shape {list(ids.shape)}")
-        mask = (mask.to(self._device) != 0).long()
+        given, mask = mask.to(self._device), (mask.to(self._device) != 0).long()
+        if not bool((given == mask).all()):
+            raise InvalidRequestError(f"attention_mask holds {given[given != mask][0].item()}, but must hold 0 and 1")
         if not bool(mask[:, -1].all()):
             row = int(mask[:, -1].argmin())
             raise InvalidRequestError(f"row {row} ends in padding: prompts are padded on the left here")
         return ids, mask
 
-    def _encode(self, texts: Any, pad: int) -> tuple[Tensor, Tensor]:
+    def _encode(self, texts: Any, mask: Any, pad: int) -> tuple[Tensor, Tensor]:
         if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
             raise InvalidRequestError(f"input_ids are {texts!r:.80}, but must be a tensor, a text or a list of texts")
+        if mask is not None:
+            raise InvalidRequestError("attention_mask with prompts that are text: their padding is known")
         if self.tokenizer is None:
             raise InvalidRequestError(f"a prompt is text ({texts[0]!r:.80}), but there is no tokenizer")
         encoded = [list(self.tokenizer(text)["input_ids"]) for text in texts]
         if not all(encoded):
             raise InvalidRequestError(f"prompt {encoded.index([])} has no tokens")
         length = max(map(len, encoded))
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in encoded])
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in encoded])
-        return ids.to(self._device), mask.to(self._device)
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in encoded], device="cpu")
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in encoded], device="cpu")
+        return ids, mask
 
 
 def _checked(model: Any) -> torch.device:
@@ -305,10 +315,24 @@ def _checked(model: Any) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or (device := devices.pop()).type not in ("cuda", "cpu"):
         raise UnsupportedModelError(f"{name} is not on one CUDA device or the CPU, but on {sorted(map(str, devices))}")
-    for layer in static_cache(model.config, 1).layers:
+    try:
+        layers = static_cache(model.config, 1).layers
+    except Exception as error:
+        raise UnsupportedModelError(f"transformers has no static cache for {name}: {error!r}") from error
+    for layer in layers:
         if type(layer) is not StaticLayer:
             raise UnsupportedModelError(f"{name} has layers with a {type(layer).__name__}, which are not attention")
     return device
+
+
+def _in_evaluation(model: PreTrainedModel) -> None:
+    if model.training:
+        raise ConfigError("the model is in training mode: call model.eval() first")
+
+
+def _weights(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Where the weights lie. A graph reads them there, also after the caller has put others into their place."""
+    return tuple((weight.data_ptr(), weight.dtype) for weight in itertools.chain(model.parameters(), model.buffers()))
 
 
 def _say_once(what: str) -> None:

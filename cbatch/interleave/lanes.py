@@ -96,11 +96,12 @@ class CudaLanes:
         return row
 
     def close(self) -> None:
-        """All lanes wait for the last step, too: torch has a few dozen streams and hands them out in turn, so others
-        may allocate on one of ours what this batch frees now, while the last step still reads it on another."""
+        """All lanes wait for each other, too: torch has a few dozen streams and hands them out in turn, so others may
+        allocate on one of ours what this batch frees now, while the last step still reads it on another. A step that
+        failed half way has recorded no event, so it is the streams that are waited for."""
         caller = torch.cuda.current_stream(self.device)
         for lane in self._lanes:
             for other in self._lanes:
-                lane.stream.wait_event(other.computed)  # one that was never recorded is no wait
+                lane.stream.wait_stream(other.stream)
             caller.wait_stream(lane.stream)
         del self._report, self._host

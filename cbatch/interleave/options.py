@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import InvalidRequestError, PromptTooLongError
 
 # What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
 # transformers would follow it, so here it is refused and not ignored.
@@ -25,6 +26,15 @@ _NEUTRAL: dict[str, Any] = {
     "exponential_decay_length_penalty": None,
     "sequence_bias": None,
     "guidance_scale": 1.0,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "token_healing": False,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "constraints": None,
+    "force_words_ids": None,
     "watermarking_config": None,
     "stop_strings": None,
     "max_time": None,
@@ -38,6 +48,7 @@ _NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
     "top_h": None,
 }
 _NEW_TOKENS, _TOP_K = 20, 50  # where neither the call nor the model says: transformers' own defaults
+_COLDEST = 1e-30  # a logit divided by less may be no float32 any more, and then every token is token 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,6 @@ def resolve(
     generation_config: Any,
     vocab_size: int,
     *,
-    max_new_tokens: int | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -69,8 +79,8 @@ def resolve(
     early_stopping: bool | str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-) -> tuple[Choice, int]:
-    """The choice, and how many new tokens. None anywhere: what the model's ``generation_config`` says.
+) -> Choice:
+    """What a call asks for. None anywhere: what the model's ``generation_config`` says.
 
     Raises InvalidRequestError with the value and the limit.
     """
@@ -79,8 +89,6 @@ def resolve(
         value = getattr(generation_config, name, None)
         return default if value is None else value
 
-    max_new_tokens = given("max_new_tokens", _NEW_TOKENS) if max_new_tokens is None else max_new_tokens
-    _integer("max_new_tokens", max_new_tokens, 1)
     num_beams = given("num_beams", 1) if num_beams is None else num_beams
     _integer("num_beams", num_beams, 1)
 
@@ -100,8 +108,7 @@ def resolve(
     top_k = given("top_k", _TOP_K) if top_k is None else top_k
     top_p = given("top_p", 1.0) if top_p is None else top_p
     if do_sample:
-        hint = "; do_sample=False is greedy" if temperature == 0 else ""
-        _number("temperature", temperature, above=0.0, hint=hint)
+        _number("temperature", temperature, above=_COLDEST, hint="; do_sample=False is greedy")
         _integer("top_k", top_k, 0)
         _number("top_p", top_p, above=0.0, most=1.0)
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
@@ -119,9 +126,10 @@ def resolve(
         raise InvalidRequestError(f"early_stopping is {early_stopping!r}, but must be True, False or 'never'")
 
     eos = given("eos_token_id", ()) if eos_token_id is None else eos_token_id
-    eos_ids = tuple(dict.fromkeys(eos if isinstance(eos, Sequence) and not isinstance(eos, str) else [eos]))
-    for token in eos_ids:
+    eos = eos if isinstance(eos, Sequence) and not isinstance(eos, (str, bytes)) else [eos]
+    for token in eos:
         _token("eos_token_id", token, vocab_size)
+    eos_ids = tuple(dict.fromkeys(eos))
     if pad_token_id is None:
         pad_token_id = given("pad_token_id", None)
     if pad_token_id is None and eos_ids:
@@ -130,7 +138,7 @@ def resolve(
         _token("pad_token_id", pad_token_id, vocab_size)
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
-    choice = Choice(
+    return Choice(
         do_sample,
         float(temperature) if do_sample else 1.0,
         top_k if do_sample else 0,
@@ -141,7 +149,27 @@ def resolve(
         eos_ids,
         pad_token_id,
     )
-    return choice, max_new_tokens
+
+
+def token_limit(generation_config: Any, max_new_tokens: int | None, prompt_len: int) -> int:
+    """How many new tokens: the call's word, else the config's, else what its ``max_length`` leaves, else 20.
+
+    Raises InvalidRequestError, and PromptTooLongError where ``max_length`` leaves none.
+    """
+    if max_new_tokens is None:
+        max_new_tokens = getattr(generation_config, "max_new_tokens", None)
+    max_length = getattr(generation_config, "max_length", None)
+    if max_new_tokens is None and max_length is not None:
+        _integer("max_length of the model's generation_config", max_length, 1)
+        if prompt_len >= max_length:
+            raise PromptTooLongError(
+                f"a prompt of {prompt_len} tokens, but the model's generation_config has max_length={max_length}: "
+                "give max_new_tokens"
+            )
+        return max_length - prompt_len
+    max_new_tokens = _NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    _integer("max_new_tokens", max_new_tokens, 1)
+    return max_new_tokens
 
 
 def _integer(name: str, value: Any, least: int) -> None:
@@ -150,7 +178,7 @@ def _integer(name: str, value: Any, least: int) -> None:
 
 
 def _number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf, hint: str = "") -> None:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not real or not above < value <= most:
         limits = [f"above {above:g}"] if above > -math.inf else []
         limits += [f"at most {most:g}"] if most < math.inf else []

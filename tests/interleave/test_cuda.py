@@ -21,6 +21,7 @@ from cbatch.errors import UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
 from cbatch.interleave.lanes import CudaLanes
 from tests.interleave.conftest import Make, expected, prompts
+from tests.models.families import make_tiny
 
 pytestmark = pytest.mark.gpu
 SPIN = 4_000_000  # cycles: about 2 ms
@@ -134,6 +135,36 @@ def test_memory_that_a_step_frees_is_not_written_under_the_next_one(tiny: Make, 
 
     around(made, lambda: (grab(), torch.cuda._sleep(SPIN // 4)), grab)
     assert made.generate(ids, mask, 40).tolist() == right
+
+
+def test_memory_of_a_step_that_failed_half_way_is_not_written_under_it(tiny: Make) -> None:
+    """The second step reads, late, what the first allocated on the other stream, and raises. It has recorded no event
+    to wait for; whoever gets that stream next from torch must still not write there before the read."""
+    lanes = CudaLanes(2, torch.device("cuda", torch.cuda.current_device()))
+    for lane in lanes._lanes:  # kernels load, and both streams get memory of their own
+        with torch.cuda.stream(lane.stream):
+            torch.full((1 << 20,), 5.0, device="cuda").sum()
+    torch.cuda.synchronize()
+    kept: dict[str, Tensor] = {}
+
+    def first() -> None:
+        kept["keys"] = torch.ones(1 << 20, device="cuda")
+
+    def second() -> None:
+        torch.cuda._sleep(10 * SPIN)
+        kept["total"] = kept["keys"].sum()
+        raise RuntimeError("half way")
+
+    lanes.open(torch.zeros(2, 1, dtype=torch.int64, device="cuda"), 2)
+    lanes.launch(0, first)
+    with pytest.raises(RuntimeError, match="half way"):
+        lanes.launch(1, second)
+    lanes.close()
+    address = kept.pop("keys").data_ptr()
+    with torch.cuda.stream(lanes._lanes[0].stream):
+        assert torch.full((1 << 20,), 5.0, device="cuda").data_ptr() == address
+    torch.cuda.synchronize()
+    assert kept["total"].item() == 1 << 20
 
 
 def test_a_prompt_may_be_dropped_and_its_memory_reused_at_once(tiny: Make) -> None:
@@ -296,6 +327,20 @@ def test_each_token_of_a_captured_draw_is_new(tiny: Make) -> None:
     shares = torch.bincount(tokens.flatten(), minlength=101).double() / tokens.numel()
     assert shares.max() < 0.03 and (shares > 0).sum() > 95
     assert all((tokens[:, i] == tokens[:, i + 1]).double().mean() < 0.2 for i in range(39))
+
+
+def test_weights_that_the_caller_replaced_are_seen() -> None:
+    """A graph reads the weights where they lay. It was kept for the next call that asked for the same, and then read
+    the memory of weights that were no longer there."""
+    model: Any = make_tiny("llama", "cuda")
+    made = InterleavedGenerator(model, compile="cudagraphs")
+    ids, mask = prompts("cuda")
+    before = made.generate(ids, mask, 12).tolist()
+    kept = made._captured
+    assert made.generate(ids, mask, 12).tolist() == before and made._captured is kept
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight)
+    after = made.generate(ids, mask, 12).tolist()
+    assert after == expected(model, ids, mask, 12).tolist() and after != before
 
 
 def test_a_graph_survives_what_torch_compile_captures_meanwhile(tiny: Make) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from cbatch.errors import PromptTooLongError
 from cbatch.interleave import InterleavedGenerator
 from cbatch.interleave.decoding import Batch, Decoding
 from cbatch.interleave.options import resolve
 from cbatch.interleave.search import Tokens
 from tests.interleave.conftest import Make, expected, prompts
+from tests.models.families import make_tiny, widen_head
 
 FAMILIES = ["gpt2", "llama", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"]  # the last three with a window of 8
 
@@ -82,6 +85,26 @@ def test_the_models_generation_config_decides_what_a_call_leaves_out(tiny: Make,
         model.generation_config = before
 
 
+def test_the_models_max_length_counts_where_nothing_else_says_how_many(tiny: Make, device: str) -> None:
+    """Older checkpoints have it in their ``generation_config``. It was passed over, and 20 tokens came instead."""
+    model = tiny("qwen3", device)
+    ids, mask = prompts(device)
+    before = model.generation_config
+    generator = InterleavedGenerator(model)
+    try:
+        model.generation_config = type(before)(max_length=14)
+        tokens = generator.generate(ids, mask)
+        assert tokens.tolist() == model.generate(ids, attention_mask=mask).tolist() and tokens.shape[1] == 14
+        assert generator.generate(ids, mask, 7).shape[1] == 9 + 7
+        model.generation_config = type(before)(max_length=9)
+        with pytest.raises(PromptTooLongError, match="9 tokens, but the model's generation_config has max_length=9"):
+            generator.generate(ids, mask)
+        model.generation_config = type(before)(max_length=9, max_new_tokens=3)
+        assert generator.generate(ids, mask).shape[1] == 9 + 3
+    finally:
+        model.generation_config = before
+
+
 def test_padding_is_found_where_no_mask_says_it(tiny: Make, device: str) -> None:
     """As transformers does: where the pad token is, unless it is a stop token too."""
     model = tiny("gpt2", device)
@@ -92,6 +115,22 @@ def test_padding_is_found_where_no_mask_says_it(tiny: Make, device: str) -> None
         options = {"eos_token_id": stop, "pad_token_id": 1}
         right = model.generate(ids, max_new_tokens=10, do_sample=False, **options)
         assert generator.generate(ids, max_new_tokens=10, **options).tolist() == right.tolist()
+
+
+def test_a_head_with_more_rows_than_the_embedding_chooses_no_token_beyond_it(device: str) -> None:
+    """Padding of a head that wins: such a token cannot be computed with. It ended in an IndexError, on a GPU in an
+    assertion of the device that ends its use."""
+    narrow, wide = make_tiny("llama", device), widen_head(make_tiny("llama", device), 7)
+    ids, mask = prompts(device)
+    for options in ({}, {"num_beams": 2}):
+        tokens = InterleavedGenerator(wide).generate(ids, mask, 12, **options)  # type: ignore[arg-type]
+        assert tokens.tolist() == expected(narrow, ids, mask, 12, **options).tolist()
+
+
+def test_a_model_too_short_to_be_compared_is_taken() -> None:
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=1, vocab_size=5, n_positions=4, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    assert InterleavedGenerator(model).generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1] <= 4
 
 
 def test_one_token_and_one_row_and_the_last_position(tiny: Make, device: str) -> None:
@@ -105,7 +144,7 @@ def test_what_is_kept_from_one_prompt_serves_another(tiny: Make, device: str) ->
     """A captured step keeps its tensors for the next prompt: nothing of the trial steps or of the last prompt, longer
     and padded elsewhere, may be left in them. Run here without the graph, so that the CPU sees it too."""
     model = tiny("gemma2", device)
-    choice, _ = resolve(model.generation_config, 101)
+    choice = resolve(model.generation_config, 101)
     search = Tokens(choice, 3, 40, torch.device(device))
     decoding = Decoding(model, model, search, 40, "static")
     with torch.no_grad():

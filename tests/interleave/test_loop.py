@@ -136,6 +136,45 @@ def test_a_second_thread_is_refused(tiny: Make) -> None:
     assert seen[0].tolist() == made.generate(ids, mask, 3).tolist()
 
 
+def test_a_streamer_that_generates_is_refused_and_not_held_for_ever(tiny: Make) -> None:
+    made = InterleavedGenerator(tiny("gpt2"))
+    ids, mask = prompts("cpu")
+
+    class Nested(Recorder):
+        def put(self, value: Tensor) -> None:
+            made.generate(ids, mask, 2)
+
+    with pytest.raises(CBatchError, match="a streamer's put"):
+        made.generate(ids, mask, 3, streamer=Nested())
+    assert made.generate(ids, mask, 3).shape == (3, 12)
+
+
+def test_ctrl_c_in_the_middle_leaves_the_generator_usable(tiny: Make, device: str) -> None:
+    made = InterleavedGenerator(tiny("gpt2", device))
+    ids, mask = prompts(device)
+
+    class Impatient(Recorder):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.said) == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.generate(ids, mask, 20, streamer=Impatient())
+    assert made.generate(ids, mask, 20).tolist() == expected(made.model, ids, mask, 20).tolist()
+
+
+def test_a_call_within_inference_mode_leaves_nothing_of_it_behind(tiny: Make, device: str) -> None:
+    """What a captured step keeps for the next call was made in the mode of the first, and torch lets no tensor of
+    inference mode be written outside of it."""
+    made = InterleavedGenerator(tiny("gpt2", device), compile="cudagraphs" if device == "cuda" else False)
+    ids, mask = prompts(device)
+    with torch.inference_mode():
+        within = made.generate(ids, mask, 6)
+    assert isinstance(within, Tensor) and not within.is_inference()
+    assert made.generate(ids, mask, 6).tolist() == within.tolist()
+
+
 def test_on_the_cpu_one_lane_computes_and_one_line_says_so(
     tiny: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
-from tests.interleave.conftest import Make, prompts
+from tests.interleave.conftest import Make, expected, prompts
 from tests.models.families import make_tiny
 
 
@@ -20,7 +21,9 @@ from tests.models.families import make_tiny
         ({"max_new_tokens": 0}, "max_new_tokens is 0, but must be a whole number of at least 1"),
         ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
-        ({"temperature": 0}, "temperature is 0, but must be a number, above 0; do_sample=False is greedy"),
+        ({"temperature": 0}, "temperature is 0, but must be a number, above 1e-30; do_sample=False is greedy"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),  # all logits became infinite, and all tokens token 0
+        ({"temperature": 10**400}, "must be a number, above 1e-30"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
@@ -32,10 +35,14 @@ from tests.models.families import make_tiny
         ({"do_sample": 1}, "do_sample is 1"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_beams": 2, "length_penalty": float("inf")}, "length_penalty is inf"),
+        ({"num_beams": 2, "length_penalty": 10**400}, "must be a number, finite"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
         ({"eos_token_id": 101}, "eos_token_id is 101, but tokens are whole numbers from 0 to 100"),
         ({"eos_token_id": [3, -1]}, "eos_token_id is -1"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"eos_token_id": b"x"}, "eos_token_id is b'x'"),
+        ({"eos_token_id": {3}}, "eos_token_id is {3}"),
+        ({"eos_token_id": [[3]]}, "eos_token_id is [3]"),
         ({"pad_token_id": -1}, "pad_token_id is -1"),
         ({"generator": 5}, "generator is 5"),
         ({"streamer": object()}, "must have put"),
@@ -67,6 +74,9 @@ IDS = torch.tensor([[3, 4], [5, 6]])
         (IDS, [[1, 1], [1, 1]], "attention_mask is list"),
         (IDS, torch.tensor([[1, 1], [1, 0]]), "row 1 ends in padding"),
         (IDS, torch.tensor([[0, 0], [1, 1]]), "row 0 ends in padding"),
+        (IDS, torch.tensor([[0.0, 0.0], [-torch.inf, 0.0]]), "attention_mask holds -inf, but must hold 0 and 1"),
+        (IDS, torch.tensor([[1, 1], [2, 1]]), "attention_mask holds 2"),
+        (IDS.numpy(), torch.ones(2, 2), "must be a tensor, a text or a list of texts"),
         ([[3, 4]], None, "must be a tensor, a text or a list of texts"),
         ([], None, "must be a tensor, a text or a list of texts"),
         (7, None, "must be a tensor"),
@@ -78,6 +88,18 @@ def test_prompts_that_cannot_be_served(tiny: Make, ids: Any, mask: Any, says: st
     with pytest.raises(InvalidRequestError) as error:
         InterleavedGenerator(tiny("llama")).generate(ids, mask, 3)
     assert says in str(error.value)
+
+
+class BeyondTheEmbeddings:
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3, 101]}
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model(tiny: Make) -> None:
+    """Tokens were added to it and the embeddings were not resized. On a GPU such a look-up ends the process."""
+    made = InterleavedGenerator(tiny("llama"), BeyondTheEmbeddings())
+    with pytest.raises(InvalidRequestError, match="hold 101, but tokens are 0 to 100"):
+        made.generate("text", max_new_tokens=3)
 
 
 def test_a_prompt_beyond_the_models_positions(tiny: Make) -> None:
@@ -117,17 +139,51 @@ def test_models_that_cannot_be_run_so() -> None:
             InterleavedGenerator(make_tiny(family))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("family", "cache", "says"),
+    [
+        ("bert_both_ways", "static", "BertLMHeadModel gives other logits in steps with a static cache than at once"),
+        ("bert_both_ways", "dynamic", "gives other logits in steps with a dynamic cache"),
+        ("doge", "static", "DogeForCausalLM gives other logits in steps with a static cache"),
+        ("falcon_alibi", "static", "FalconForCausalLM fails in steps with a static cache: ValueError"),
+        ("openai-gpt", "dynamic", "OpenAIGPTLMHeadModel fails in steps with a dynamic cache"),
+    ],
+)
+def test_models_that_would_give_other_tokens_in_silence(family: str, cache: Any, says: str) -> None:
+    """They attend both ways, make masks that know no static cache, or look at no cache at all. Nothing they declare
+    tells them from the others, so a few tokens are computed in both ways when the generator is made."""
+    model: Any
+    if family == "openai-gpt":
+        sizes = {"vocab_size": 101, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)).eval()
+    else:
+        model = make_tiny(family)
+        model.set_attn_implementation("eager" if family.startswith("falcon") else "sdpa")
+    with pytest.raises(UnsupportedModelError, match=says):
+        InterleavedGenerator(model, cache=cache)
+
+
 def test_what_only_the_generation_config_asks_for_is_refused_and_not_ignored(tiny: Make) -> None:
     model = tiny("qwen3")
     ids, mask = prompts("cpu")
     before = model.generation_config
     made = InterleavedGenerator(model)
     try:
-        for options in ({"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 2}, {"do_sample": True, "min_p": 0.1}):
+        for options in (
+            {"repetition_penalty": 1.1},
+            {"no_repeat_ngram_size": 2},
+            {"do_sample": True, "min_p": 0.1},
+            {"renormalize_logits": True},
+            {"remove_invalid_values": True},
+            {"penalty_alpha": 0.6},
+        ):
             model.generation_config = type(before)(**options)
             name = list(options)[-1]
             with pytest.raises(InvalidRequestError, match=f"asks for {name}={options[name]}"):
                 made.generate(ids, mask, 3)
+        model.generation_config = type(before)(do_sample=True, min_p=0.1)
         assert made.generate(ids, mask, 3, do_sample=False).shape == (3, 12)  # min_p is about sampling only
     finally:
         model.generation_config = before
@@ -139,6 +195,22 @@ def test_a_model_in_training_is_refused() -> None:
     model.train()
     with pytest.raises(ConfigError, match=r"model\.eval"):
         made.generate(IDS, max_new_tokens=2)
+    with pytest.raises(ConfigError, match=r"model\.eval"):
+        InterleavedGenerator(model)
+
+
+def test_a_static_cache_within_autocast_is_refused(tiny: Make) -> None:
+    """Rotated keys are float32 there and values bfloat16, and it ended in an error about ``index_copy_``."""
+    model = tiny("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        made = InterleavedGenerator(model)
+        with pytest.raises(ConfigError, match="cache='dynamic'"):
+            made.generate(IDS, max_new_tokens=2)
+        growing = InterleavedGenerator(model, cache="dynamic")
+        assert (
+            growing.generate(IDS, max_new_tokens=4).tolist() == expected(model, IDS, torch.ones_like(IDS), 4).tolist()
+        )
+    assert made.generate(IDS, max_new_tokens=2).shape == (2, 4)
 
 
 def test_every_refusal_is_one_error_to_catch() -> None:
