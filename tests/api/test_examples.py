@@ -1,18 +1,24 @@
 """The examples are programs that run, and the server streams, refuses and lets go."""
 
+import ast
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import json
+import re
 import socket
 import sys
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from cbatch.config import EngineConfig
 from tests.api.programs import ROOT, run_program
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES, README = ROOT / "examples", ROOT / "README.md"
 uvicorn = pytest.importorskip("uvicorn", reason="an extra")
 
 
@@ -41,6 +47,31 @@ def test_example_is_a_program_and_embedding_needs_no_files():
     done = run_program(EXAMPLES / "embed_engine.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("length\nabort\n")
+
+
+def test_what_the_readme_shows_runs_as_it_stands(tiny_model, capsys):
+    """Each block follows those before it, as a reader types them; `model` and its input are what the reader has."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    has = {"model": model, "input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        code = block.replace('"smollm2-135m"', repr(str(tiny_model)))  # which is random, and here
+        if not torch.cuda.is_available():
+            code = code.replace(', compile="cudagraphs"', "")
+        done = eval(compile(code, str(README), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), has)
+        if asyncio.iscoroutine(done):
+            asyncio.run(done)
+    assert len(has["four"].children) == 4 and has["as_json"].structured_outputs.json and has["tokens"].shape[1] > 3
+    assert capsys.readouterr().out.count("\n") > 10
+
+
+def test_options_of_the_readme_are_those_of_the_engine():
+    table = README.read_text("utf-8").partition("| option |")[2].partition("\n\n")[0]
+    named = {
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition("|")[2].partition("|")[0])
+    }
+    assert named == {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 def load(name):

@@ -26,7 +26,7 @@ from cbatch.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
-from cbatch.request import RequestHandle
+from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
@@ -93,6 +93,15 @@ def test_eos_one_batch_late_is_dropped(counting_engine: Start) -> None:
     settle(engine)
     assert engine.stats()["num_output_tokens"] == 5
     assert engine.stats()["num_wasted_rows"] == 1
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_eos_wastes_as_many_rows_as_there_are_steps_behind_it(counting_engine: Start, depth: int) -> None:
+    engine = counting_engine(CountingModel(eos=(20,)), depth=depth)
+    assert tokens(engine.submit([15], greedy(50))) == [16, 17, 18, 19, 20]
+    settle(engine)
+    stats = engine.stats()
+    assert (stats["num_output_tokens"], stats["num_wasted_rows"]) == (5, depth - 1)
 
 
 def test_eos_is_ignored_where_asked_and_stop_token_ids_still_stop(counting_engine: Start) -> None:
@@ -211,6 +220,33 @@ def test_abort_at_every_step_gives_one_end_and_everything_back(counting_engine: 
     assert tokens(neighbour) == counted(5, 30)
     settle(engine)
     assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_aborted_request_is_computed_no_further(counting_engine: Start) -> None:
+    """Its consumer had heard of the end, and its rows went on to the last: seen only where that is far away."""
+    engine = counting_engine()
+    for _ in range(3):
+        victim = engine.submit([1], greedy(120))
+        victim.next_chunk(10)
+        victim.abort()
+        settle(engine)
+    assert engine.stats()["steps"] < 120
+    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+
+
+def test_token_that_lands_after_an_abort_reaches_nobody(counting_engine: Start) -> None:
+    """The delivery thread may be in the middle of a batch when the abort comes."""
+    handle = counting_engine().submit([1], greedy(120))
+    handle.abort()
+    before, wakers = tokens(handle), Wakers()
+    handle.push(70, 0.0, None, None, wakers)
+    handle.push(80, 0.0, "length", None, wakers)
+    answer = handle.result(10).outputs[0]
+    assert (answer.token_ids, answer.finish_reason) == (before, "abort")
+    chunk = handle.next_chunk(1)
+    assert (chunk.token_ids, chunk.finish_reason) == (before, "abort")
+    with pytest.raises(EOFError):
+        handle.next_chunk(1)
 
 
 def test_abort_while_waiting_never_runs(counting_engine: Start) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -318,6 +320,7 @@ def test_a_seed_gives_its_tokens_in_any_company(model: nn.Module, options: dict[
         alone = [tokens(engine.submit(PROMPTS[0], params)) for params in seeded]
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
+    others = random.getstate(), repr(np.random.get_state())
     with start(model, **options) as engine:
         handles = []
         for params in seeded * 3:
@@ -326,6 +329,7 @@ def test_a_seed_gives_its_tokens_in_any_company(model: nn.Module, options: dict[
         assert [tokens(handle) for handle in handles] == alone * 3
         assert bool(engine.stats()["num_preemptions"]) == ("num_blocks" in options)
     assert torch.equal(before, torch.random.get_rng_state())
+    assert others == (random.getstate(), repr(np.random.get_state()))
 
 
 def test_children_draw_what_requests_with_their_seeds_would(model: nn.Module) -> None:
