@@ -248,8 +248,8 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
         with opened(name, bench, group, max(counts)) as run:
             for batch in group:
                 clear(compiled=False)
-                # A cache that grows has a new shape at each token, which libraries may have to prepare for: the first 400
-                # tokens of GPT-2 took 22 s on an H200 that was 7% busy. torch.compile may want to see shapes twice.
+                # A cache that grows has a new shape at each token, which libraries may have to prepare for: the first
+                # 400 tokens of GPT-2 took 22 s on an H200 that was 7% busy. torch.compile may want to see shapes twice.
                 for _ in range(2 if compiles else 1):
                     run(bench.prompts(batch), max(counts))
                 bench.sync()
