@@ -118,10 +118,11 @@ def host_row() -> str:
     def row(name: str, waiting: int) -> str:
         return ", ".join(f"{medians[name, n, waiting]:.0f}" for n in running)
 
+    counts = ", ".join(f"{n:,}" for n in running)
     return (
-        f"| host time to plan one decode step and land another, caches hot: {', '.join(f'{n:,}' for n in running)} running "
-        f"| {row('test_plan_and_land', 0)} µs | with 50,000 waiting: {row('test_plan_and_land', 50_000)} µs; and the prefix "
-        f"cache: {row('test_plan_and_land_with_prefix_cache', 50_000)} µs | `make bench` |"
+        f"| host time to plan one decode step and land another, caches hot: {counts} running "
+        f"| {row('test_plan_and_land', 0)} µs | with 50,000 waiting: {row('test_plan_and_land', 50_000)} µs; "
+        f"and the prefix cache: {row('test_plan_and_land_with_prefix_cache', 50_000)} µs | `make bench` |"
     )
 
 
