@@ -19,14 +19,14 @@ DEMO_PROMPTS = Path(cbatch.__file__).parent / "data" / "demo_prompts.json"
 
 @pytest.fixture(scope="module")
 def model_and_prompts(demo_model: Path) -> tuple[Any, list[list[int]]]:
-    """SmolLM2 in float32, and 24 prompts of about 10 to 300 tokens: plain, chat, and several joined."""
+    """SmolLM2 in float32, and 16 prompts of about 10 to 300 tokens: plain, chat, and several joined."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     texts = json.loads(DEMO_PROMPTS.read_text())
     prompts = []
-    for i in range(24):
+    for i in range(16):
         text = " ".join(texts[i : i + 1 + (i % 4) * 4])
         if i % 2:
             prompts.append(tokenizer(text)["input_ids"])
@@ -44,7 +44,7 @@ def model_and_prompts(demo_model: Path) -> tuple[Any, list[list[int]]]:
 def test_tokens_equal_generate_under_chunked_prefill_and_preemption(
     model_and_prompts: tuple[Any, list[list[int]]], demo_model: Path
 ) -> None:
-    """24 requests at once through steps of 48 tokens and a pool that holds a third of them.
+    """16 requests at once through steps of 48 tokens and a pool that holds a third of them.
 
     Every request's tokens must be those of ``generate`` for it alone, and the asynchronous run's those of the
     synchronous one.
@@ -60,8 +60,8 @@ def test_tokens_equal_generate_under_chunked_prefill_and_preemption(
 
     # The caller's module on both schedules, and the decoder that a model given by name gets.
     for source, schedule in ((model, "async"), (model, "sync"), (demo_model, "async")):
-        # Blocks of 16 tokens: the longest request needs 25 of them, and all of them together about 250.
-        options = {"max_num_seqs": 24, "max_num_batched_tokens": 48, "block_size": 16, "num_blocks": 80}
+        # Blocks of 16 tokens: the longest request needs 25 of them, and all of them together about 170.
+        options = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "block_size": 16, "num_blocks": 56}
         with Engine.from_model(source, schedule=schedule, max_model_len=1024, **options) as engine:
             params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
             handles = [engine.submit(prompt, params) for prompt in prompts]
