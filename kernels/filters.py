@@ -126,8 +126,11 @@ def _search(logits, num, top, scale, target, low, high, DTYPE: tl.constexpr, TIL
 
 
 @triton.jit
-def _search_tile(logit, top, scale, target, low, high, last, DTYPE: tl.constexpr):
-    """Of one tile, which stays in registers. The key's last bits, ``last`` of them, are left at zero."""
+def _search_tile(logit, top, scale, target, low, high, last, DTYPE: tl.constexpr, COUNTED: tl.constexpr):
+    """Of one tile, which stays in registers. The key's last bits, ``last`` of them, are left at zero.
+
+    COUNTED: each logit weighs 1. The three counts of a pass are then one sum, of whole numbers of 21 bits.
+    """
     weight = _weight(logit, top, scale)
     key, shift = _common(low, high)
     above = 0.0
@@ -135,9 +138,16 @@ def _search_tile(logit, top, scale, target, low, high, last, DTYPE: tl.constexpr
         shift -= 2
         step = tl.full((), 1, tl.uint32) << shift
         one, two, three = _logit(key + step, DTYPE), _logit(key + 2 * step, DTYPE), _logit(key + 3 * step, DTYPE)
-        from_one = _sum(tl.where(logit >= one, weight, 0))
-        from_two = _sum(tl.where(logit >= two, weight, 0))
-        from_three = _sum(tl.where(logit >= three, weight, 0))
+        if COUNTED:
+            counts = (logit >= one).to(tl.int64) + ((logit >= two).to(tl.int64) << 21)
+            count = tl.sum(counts + ((logit >= three).to(tl.int64) << 42), 0)
+            from_one = (count & 0x1FFFFF).to(tl.float32)
+            from_two = ((count >> 21) & 0x1FFFFF).to(tl.float32)
+            from_three = (count >> 42).to(tl.float32)
+        else:
+            from_one = _sum(tl.where(logit >= one, weight, 0))
+            from_two = _sum(tl.where(logit >= two, weight, 0))
+            from_three = _sum(tl.where(logit >= three, weight, 0))
         key, above = _next(key, above, step, from_one, from_two, from_three, target)
     return key, above
 
@@ -198,7 +208,11 @@ def _threshold_kernel(
             lowest, highest = tl.full((), 0, tl.uint32), _key(top, DTYPE)
             # Half of the bits of float32 do for a bound, which only has to leave few.
             half = tl.full((), DTYPE.primitive_bitwidth - 16, tl.uint32)
-            bound, _ = _search_tile(best, first_top, first_scale, target, lowest, highest, half, DTYPE)
+            bound = lowest
+            if in_k:
+                bound, _ = _search_tile(best, top, scale, target, lowest, highest, half, DTYPE, True)
+            else:
+                bound, _ = _search_tile(best, top, scale, target, lowest, highest, half, DTYPE, False)
             # A lane of -inf alone has nothing to find: where few tokens are allowed, most are such.
             kept = (best >= _logit(tl.maximum(bound, LOWEST), DTYPE)) & (best > -none)
             place = tl.cumsum(kept.to(tl.int32), 0) - 1
@@ -214,8 +228,10 @@ def _threshold_kernel(
             few = num <= TILE
             logit = tl.load(candidates + lane).to(tl.float32)
             key, above = bound, 0.0
-            if few:
-                key, above = _search_tile(logit, first_top, first_scale, target, bound, highest, lowest, DTYPE)
+            if few & in_k:
+                key, above = _search_tile(logit, top, scale, target, bound, highest, lowest, DTYPE, True)
+            elif few:
+                key, above = _search_tile(logit, top, scale, target, bound, highest, lowest, DTYPE, False)
             else:
                 key, above = _search(candidates, num, first_top, first_scale, target, bound, highest, DTYPE, TILE)
             floor = tl.maximum(floor, key)
@@ -224,7 +240,7 @@ def _threshold_kernel(
                 tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # each of those that equal the k-th largest
                 target = top_p * (total + (k - above) * tied)
                 if few:
-                    key, _ = _search_tile(logit, top, scale, target, floor, highest, lowest, DTYPE)
+                    key, _ = _search_tile(logit, top, scale, target, floor, highest, lowest, DTYPE, False)
                 else:
                     key, _ = _search(candidates, num, top, scale, target, floor, highest, DTYPE, TILE)
                 floor = tl.maximum(floor, key)
