@@ -53,6 +53,7 @@ class Draft:
     intake: Intake
     common: Common
     params: SamplingParams
+    prompt_ids: list[int]  # made here: a long prompt takes milliseconds, too long for the engine's lock
     stop_ids: tuple[int, ...]
     bad_word_ids: list[tuple[int, ...]]
     encoded: list[Encoded]
@@ -65,12 +66,11 @@ class Draft:
 
     def open(self, request_id: str, ended: Ended) -> RequestHandle:
         """The request, whose ``children`` have their sequences."""
-        prompt_ids: list[int] = self.common.prompt.tolist()
-        children = [self._answer(i, request_id, prompt_ids, ended) for i in range(self.params.n)]
+        children = [self._answer(i, request_id, ended) for i in range(self.params.n)]
         return children[0] if self.params.n == 1 else ParallelHandle(request_id, tuple(children))
 
-    def _answer(self, i: int, request_id: str, prompt_ids: list[int], ended: Ended) -> RequestHandle:
-        params, common, state = self.params, self.common, self.encoded[i]
+    def _answer(self, i: int, request_id: str, ended: Ended) -> RequestHandle:
+        params, common, prompt_ids, state = self.params, self.common, self.prompt_ids, self.encoded[i]
         name = request_id if params.n == 1 else f"{request_id}-{i}"
         of_prompt = None
         if params.prompt_logprobs is not None and i == 0:
@@ -160,9 +160,9 @@ class Intake:
             for i in range(params.n)
         ]
         matchers = [self.compile_grammar(params, request_id) for _ in encoded]
-        prompt_ids: list[int] = prompt.tolist() if params.stop else []
+        prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
-        return Draft(self, common, params, stop_ids, banned, encoded, matchers, texts)
+        return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
 
     def beam_search(
         self, prompt_token_ids: Iterable[int], params: BeamSearchParams, request_id: str | None, **options: Any

@@ -273,8 +273,7 @@ def add_up_kernel(
 ):
     """One program: LINES lines of a tile that was split, for one head of the grid. Weighs the splits, in order.
 
-    One program for a whole tile would read 64 KiB a split, one split behind another: 16 of them take as long as all
-    keys of a chunk behind 20,000 tokens.
+    One program for a whole tile would read 64 KiB a split, one split behind another.
     """
     if PDL:
         gdc_wait()
