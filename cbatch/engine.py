@@ -13,7 +13,9 @@ grammar, its sampling alone waits for batch N (``held``).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
+import logging
 import os
 import threading
 import time
@@ -69,6 +71,7 @@ from cbatch.timeline import StepTimes, Timeline
 
 _MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
 
+_log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -352,6 +355,7 @@ class Engine:
         try:
             self.run()
         except BaseException as error:
+            _log.error("the engine's loop failed", exc_info=error)
             self._error = error
         self._delivery.close()
         with self._lock:
@@ -366,9 +370,13 @@ class Engine:
             self._lane.close()
         except RuntimeError as error:  # a device that failed says so here again
             self._error = self._error or error
+            # Graphs and pinned memory of a device that failed cannot be freed: their destructors would end the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        else:
+            self._free()
+        _open_engines.discard(self)
         if self._lane.kind == "gpu":
             interpreter.release()
-        self._free()
 
     # ---- requests
 
@@ -590,7 +598,6 @@ class Engine:
 
     def _free(self) -> None:
         """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
-        _open_engines.discard(self)
         for name in ("model", "_executor", "_buffers"):
             self.__dict__.pop(name, None)
         self._in_flight.clear()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class Buckets:
     """The step sizes that have a graph: decode steps (every row one token) and mixed ones.
 
-    Decode steps come in steps of 1 up to 8, of 8 up to 256, then coarser. Mixed steps are padded to the next power of
-    two, or one and a half of one, and have rows for every slot.
+    Decode steps come in steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then coarser. Mixed steps are padded to
+    the next power of two, or one and a half of one, and have rows for every slot.
     """
 
     max_num_tokens: int
@@ -205,16 +205,31 @@ class GraphSet:
         run()
         graph = torch.cuda.CUDAGraph()
         try:
-            begin_capture(graph, self._pool)
-            try:
+            with capturing(graph, self._pool):
                 out = run()
-            finally:
-                graph.capture_end()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # an operator that waits for the device, or copies from it, in some dtype only
             raise CaptureError(f"the forward cannot be captured: {str(error).splitlines()[0]}") from error
         return graph, out
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what the block launches, with workspaces of cuBLAS that lie in the graph's own memory.
+
+    cuBLAS has one workspace for each thread and stream, made by whoever multiplies first, and a graph holds its
+    address alone. All of them are given back when torch.compile captures, or another engine starts; the graph would
+    then write to memory that is somebody else's, or nobody's. So they are given back in front of a capture, which
+    makes one of its own, and behind it, so that nobody else uses that.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    begin_capture(graph, pool)
+    try:
+        yield
+    finally:
+        graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 _swapping = threading.Lock()  # of the process, as the generator is

@@ -45,10 +45,10 @@ def test_no_bucket_outgrows_the_slab(step: tuple[int, int, int, int], num_groups
 
 @given(st.integers(1, 20_000))
 def test_buckets_waste_little(count: int) -> None:
-    """Never to the next power of two: at most 7 rows up to 256, an eighth beyond."""
+    """Never to the next power of two: at most 7 rows up to 32, 15 up to 256, an eighth beyond."""
     padded = round_up(count)
     assert count <= padded
-    assert padded - count < 8 if count <= 256 else padded <= count * 1.125 + 1
+    assert padded - count < (8 if count <= 32 else 16) if count <= 256 else padded <= count * 1.125 + 1
 
 
 def test_views_of_a_layout_do_not_overlap() -> None:

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from cbatch.errors import UnsupportedModelError
-from cbatch.graphs import begin_capture
+from cbatch.graphs import capturing
 from cbatch.interleave.search import Search
 
 CacheKind = Literal["static", "dynamic"]
@@ -119,29 +119,22 @@ class Decoding:
         """
         self.prefill()  # the cache gets its memory
         device, caller = self.search.report.device, torch.cuda.current_stream(self.search.report.device)
-        warm_up = torch.cuda.Stream(device)
-        warm_up.wait_stream(caller)
-        with torch.cuda.stream(warm_up):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled, libraries choose theirs
                 self._rewind()
                 self._step()
             self._rewind()
-        caller.wait_stream(warm_up)
+        caller.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         if self.search.draws:
             graph.register_generator_state(self.search.generator)
-        # A stream that hardly anybody else has computed on: cuBLAS keeps a workspace for each, and this one's then lies
-        # in the graph's own memory. Others are given back when torch.compile captures graphs of its own.
-        capturing = torch.cuda.Stream(device, priority=-1)
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a capture could call what a capture does not allow
         try:
-            with torch.cuda.stream(capturing):
-                begin_capture(graph, torch.cuda.graph_pool_handle())
-                try:
-                    self._step()
-                finally:
-                    graph.capture_end()
+            with torch.cuda.stream(stream), capturing(graph, torch.cuda.graph_pool_handle()):
+                self._step()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

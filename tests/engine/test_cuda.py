@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -187,3 +189,65 @@ def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
             answers.append([engine.submit([5, 6, 7], p).result(60).outputs[0].token_ids for p in asked])
     assert answers[0] == answers[1] == answers[2]
     assert len({tuple(a) for a in answers[0]}) > 6
+
+
+def test_graphs_survive_when_the_workspaces_of_cublas_are_given_back() -> None:
+    """As another engine does when it starts. Graphs held addresses in memory that was then unmapped, or somebody's."""
+    options = {"max_num_seqs": 4, "block_size": 16, "num_blocks": 40, "max_num_batched_tokens": 64}
+    prompts = [list(range(1, 50)), [5, 6, 7]]
+    with Engine.from_model(make_tiny("llama", device="cuda"), **options) as engine:
+        assert engine.stats()["num_graphs"]
+
+        def answers() -> list[list[int]]:
+            handles = [engine.submit(prompt, greedy(20)) for prompt in prompts]
+            return [handle.result(60).outputs[0].token_ids for handle in handles]
+
+        right = answers()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        filled = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+        with Engine.from_model(make_tiny("llama", device="cuda"), **options):
+            assert answers() == right
+        assert answers() == right
+        assert all(bool(block.isnan().all()) for block in filled)
+
+
+FAILING_DEVICE = """
+import gc, sys
+import torch
+from cbatch.engine import Engine
+from cbatch.errors import EngineDeadError
+from cbatch.sampling_params import SamplingParams
+from tests.models.families import make_tiny
+
+options = {"max_num_seqs": 4, "block_size": 16, "num_blocks": 40, "max_num_batched_tokens": 64}
+engine = Engine.from_model(make_tiny("llama", device="cuda"), enforce_eager=sys.argv[1] == "eager", **options)
+compute, steps = engine._executor.compute, iter(range(1000))
+
+def failing(*arguments):
+    compute(*arguments)
+    if next(steps) == 5:
+        torch._assert_async(torch.zeros((), dtype=torch.bool, device="cuda"))
+
+engine._executor.compute = failing
+params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+handles = [engine.submit([1, 2, i], params) for i in range(8)]
+for handle in handles:
+    try:
+        handle.result(60)
+        raise SystemExit("a result from a device that failed")
+    except EngineDeadError as error:
+        assert "assert" in str(error), error
+engine.close()
+del engine, compute, failing, handles, handle
+gc.collect()
+print("still here")
+"""
+
+
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+def test_a_device_that_failed_ends_the_engine_and_not_the_process(mode: str) -> None:
+    """What frees graphs and pinned memory throws there, and a destructor that throws aborts the process."""
+    command = [sys.executable, "-c", FAILING_DEVICE, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("still here\n"), done.stdout[-500:] + done.stderr[-3000:]
