@@ -23,6 +23,7 @@ from cbatch.sampler import encode
 from cbatch.sampling_params import SamplingParams
 
 NUM_ROWS = 32
+MORE_ROWS = (40, 48, 64)  # of the 8B shape: why no decode step has 40
 BLOCK_SIZE = 64
 EPS = 1e-5
 MATRICES = {  # name: (inputs, rows of the weight, what stands behind)
@@ -52,11 +53,11 @@ def num_copies(num_bytes: int) -> int:
     return max(4, min(256, GIB // num_bytes))
 
 
-def product(model: str, name: str) -> Row:
-    """One matrix of a layer at ``NUM_ROWS`` rows, as the decoder calls it. Beside it cuBLAS, and the activation."""
+def product(model: str, name: str, num_rows: int) -> Row:
+    """One matrix of a layer, as the decoder calls it. Beside it cuBLAS, and the activation."""
     k, n, behind = MATRICES[model][name]
     weights = [0.02 * random(n, k) for _ in range(num_copies(2 * n * k))]
-    x = random(NUM_ROWS, k)
+    x = random(num_rows, k)
     beside: Callable[[Tensor], Tensor]
     if behind == "act":
         calls = [partial(linear_act, x, weight, None, "silu", gated=True) for weight in weights]
@@ -72,9 +73,9 @@ def product(model: str, name: str) -> Row:
     del expected
     return Row(
         kernel="linear_act" if behind == "act" else "linear",
-        case=f"{model} {name}: {NUM_ROWS} x {k} -> {n}" + (f", {num_splits} parts" if num_splits > 1 else ""),
+        case=f"{model} {name}: {num_rows} x {k} -> {n}" + (f", {num_splits} parts" if num_splits > 1 else ""),
         us=us_per_call(calls),
-        amount=weights[0].nbytes + x.nbytes + 2 * NUM_ROWS * (n // 2 if behind == "act" else n),
+        amount=weights[0].nbytes + x.nbytes + 2 * num_rows * (n // 2 if behind == "act" else n),
         unit="TB/s",
         beside="cuBLAS, act_and_mul" if behind == "act" else "cuBLAS",
         beside_us=us_per_call([partial(beside, weight) for weight in weights]),
@@ -200,7 +201,8 @@ def cases() -> Iterator[tuple[str, partial[Row]]]:
     """(kernel, how to measure a row of it)."""
     for model, matrices in MATRICES.items():
         for name, (_, _, behind) in matrices.items():
-            yield "linear_act" if behind == "act" else "linear", partial(product, model, name)
+            for num_rows in (NUM_ROWS, *(MORE_ROWS if model == "8B" else ())):
+                yield "linear_act" if behind == "act" else "linear", partial(product, model, name, num_rows)
     for num_rows, num_columns, num_parts in ((32, 4096, 0), (32, 4096, 4), (32, 2048, 4), (8192, 4096, 0)):
         yield "add_rms_norm", partial(norm, num_rows, num_columns, num_parts)
     for num_tokens, head_dim, num_parts in ((32, 128, 0), (32, 128, 2), (32, 64, 2), (8192, 128, 0)):

@@ -1,6 +1,6 @@
 """The tables of figures, out of the JSON under ``results/``: nobody types a figure.
 
-python -m benchmarks.figures [--write]      # prints the README's; --write puts that and the ladder's in place
+python -m benchmarks.figures [--write]      # prints the README's; --write puts that, the kernels' and the ladder's in
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.figures --write -->\n", "<!-- end of the figures -->\n"
-LADDER_README = HERE / "README.md"
+MORE = HERE / "README.md"
+KERNELS_BEGIN = "<!-- python -m benchmarks.figures --write: the kernels -->\n"
+KERNELS_END = "<!-- end of the kernels -->\n"
 LADDER_BEGIN = "<!-- python -m benchmarks.figures --write: the ladder -->\n"
 LADDER_END = "<!-- end of the ladder -->\n"
 SHAPES = {"llama-8b": "8B", "llama-1b": "1B", "smollm2-shape": "SmolLM2"}
@@ -27,7 +30,8 @@ def load(name: str) -> Any:
 def decode(run: dict[str, Any]) -> str:
     return (
         f"{run['ms_per_step_p50']:.2f} ms a step, {run['output_tokens_per_s']:,.0f} tokens/s, GPU active "
-        f"{run['activity_pct']:.2f}%, {run['roofline_share_pct']:.0f}% of the memory roofline"
+        f"{run['activity_pct']:.2f}% (CUPTI {run['activity_cupti_pct']:.1f}%), {run['roofline_share_pct']:.0f}% of the "
+        "memory roofline"
     )
 
 
@@ -45,6 +49,14 @@ def decode_rows() -> Iterator[tuple[str, str, str, str]]:
         f"{grammar['ms_per_step_p50'] / first - 1:.1%} more",
         "decode --sampling …",
     )
+    greedy, everything = load("h200-decode-sampling-qwen3")["runs"]
+    yield (
+        "the same at the shape of Qwen3 8B, whose vocabulary has 151,936 tokens: every sampling parameter set",
+        f"{everything['ms_per_step_p50']:.2f} ms a step",
+        f"greedy {greedy['ms_per_step_p50']:.2f} ms: "
+        f"{everything['ms_per_step_p50'] / greedy['ms_per_step_p50'] - 1:.1%} more",
+        "decode --shapes qwen3-8b --sampling …",
+    )
 
 
 def other_rows() -> Iterator[tuple[str, str, str, str]]:
@@ -55,6 +67,13 @@ def other_rows() -> Iterator[tuple[str, str, str, str]]:
         f"{', '.join(map(str, batches))} requests",
         ", ".join(f"{runs[n]['ms_per_step_p50']:.1f}" for n in batches) + " ms a step",
         ", ".join(f"{runs[n]['roofline_share_pct']:.0f}" for n in batches) + "% of the roofline",
+        "decode --batches …",
+    )
+    ratios = [f"{runs[n + 1]['ms_per_step_p50'] / runs[n]['ms_per_step_p50']:.3f}" for n in (32, 64, 128)]
+    yield (
+        "of these, one request more than 32, 64, 128",
+        f"{', '.join(ratios)} times the step",
+        "",
         "decode --batches …",
     )
     traffic = {run["model"]: run for run in load("h200-traffic")["runs"]}
@@ -82,6 +101,24 @@ def other_rows() -> Iterator[tuple[str, str, str, str]]:
         f"`enable_prefix_caching=False`: {computed['duration_s']:.1f} s",
         "shared_prefix",
     )
+    long = load("h200-long-prompt")
+    yield (
+        f"a prompt of {long['prompt_len']:,} tokens comes while {long['num_running']} requests decode, 8B shape, "
+        f"`itl_target_ms={long['itl_target_ms']:.0f}`",
+        f"inter-token latency p99 {long['itl_disturbed_ms_p99']:.1f} ms meanwhile; first token of the prompt after "
+        f"{long['ttft_beside_s']:.1f} s",
+        f"undisturbed {long['itl_undisturbed_ms_p99']:.1f} ms; alone {long['ttft_alone_s']:.1f} s",
+        "long_prompt",
+    )
+    for run in load("h200-serving")["runs"]:
+        yield (
+            f"Poisson arrivals of the traffic's requests, {run['rate']:.0f} a second, 8B shape, streams",
+            f"TTFT p50 {run['ttft_ms_p50']:.0f}, p99 {run['ttft_ms_p99']:.0f} ms; TPOT p50 {run['tpot_ms_p50']:.1f}, "
+            f"p99 {run['tpot_ms_p99']:.1f} ms; {run['output_tokens_per_s']:,.0f} output tokens/s, active "
+            f"{run['activity_pct']:.1f}%",
+            "",
+            "serving",
+        )
     (headline,) = load("h200-headline")["runs"]
     yield (
         "32 requests, 128 tokens in, 8,192 out, 8B shape",
@@ -133,10 +170,21 @@ def table() -> str:
     return "\n".join([*lines, host_row()]) + "\n"
 
 
+def kernel_table() -> str:
+    """The table of ``benchmarks.kernels``."""
+    from benchmarks.kernel_row import Machine, Row, markdown
+
+    report = load("h200-kernels")
+    machine = Machine(report["read_tb_per_s"], report["matrix_tflop_per_s"])
+    rows = [Row(**{field.name: row[field.name] for field in fields(Row)}) for row in report["rows"]]
+    return (
+        f"NVIDIA H200: reads {machine.read_tb_per_s:.2f} TB/s, multiplies at {machine.matrix_tflop_per_s:.0f} TFLOP/s "
+        f"in bfloat16.\n\n{markdown(rows, machine)}\n"
+    )
+
+
 def ladder_table() -> str:
-    """The tables of ``benchmarks.ladder``, from ``results/h200-ladder.json``."""
-    if not (HERE / "results" / "h200-ladder.json").exists():
-        return "Not measured yet.\n"
+    """The tables of ``benchmarks.ladder``."""
     from benchmarks.ladder import markdown
 
     return markdown(load("h200-ladder")["runs"])
@@ -151,12 +199,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="put the tables into the README files")
+    parser.add_argument("--write", action="store_true", help="put the tables into the two README files")
     if not parser.parse_args().write:
         print(table(), end="")
         return
     put(README, BEGIN, table(), END)
-    put(LADDER_README, LADDER_BEGIN, ladder_table(), LADDER_END)
+    put(MORE, KERNELS_BEGIN, kernel_table(), KERNELS_END)
+    put(MORE, LADDER_BEGIN, ladder_table(), LADDER_END)
 
 
 if __name__ == "__main__":

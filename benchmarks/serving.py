@@ -1,11 +1,12 @@
 """A server's day: requests of many lengths that come at random times, each read as a stream.
 
-    python -m benchmarks.serving [--shape llama-8b] [--rates 20] [--json FILE]
+    python -m benchmarks.serving [--shape llama-8b] [--rates 20] [--prefix-caching on off] [--json FILE]
 
 The log-normal lengths of ``traffic.csv``, random token ids, and Poisson arrivals at so many requests a second; all
 streams are read in one event loop of this process. Greedy, no stop at an end of sequence, random weights in bfloat16
-(float32 on the CPU). TTFT runs from a request's submission, the wait in the queue included; ITL are the gaps between a
-stream's tokens, TPOT their mean of a request. The last line is JSON.
+(float32 on the CPU). No two prompts share anything: this shows what the cache costs, ``benchmarks.shared_prefix`` what
+it gives. TTFT runs from a request's submission, the wait in the queue included; ITL are the gaps between a stream's
+tokens, TPOT their mean of a request. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def serve(engine: Engine, lengths: list[tuple[int, int]], rate: float, seed: int
         "steps": stats["steps"],
         "activity_kind": stats["activity_kind"],
         "activity_pct": stats["activity_pct"],
+        "hit_rate": stats["num_hit_tokens"] / stats["num_asked_tokens"],
     }
 
 
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--itl-target-ms", type=float, help="of the engine")
+    parser.add_argument("--prefix-caching", nargs="+", choices=["on", "off"], default=["on"], help="a pass for each")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)
@@ -72,21 +75,23 @@ def main() -> None:
     dtype = "float32" if args.device == "cpu" else "bfloat16"
     model: Any = load_model(args.shape, dtype=dtype, device=args.device, load_format="dummy", model_impl="auto")
     names = ("max_num_seqs", "max_num_batched_tokens", "itl_target_ms")
-    options = {name: getattr(args, name) for name in names}
-    with Engine.from_model(model, max_model_len=max(map(sum, lengths)), **options) as engine:
-        warm_up(engine, random_prompts(4, 64, model.vocab_size, 1))
-        for seed, rate in enumerate(args.rates):
-            figures = serve(engine, lengths, rate, seed)
-            report["runs"].append(figures)
-            save(args.json, report)
-            print(
-                f"{rate:6.1f} requests/s: {figures['output_tokens_per_s']:7.0f} output tokens/s  p50/p99 "
-                f"TTFT {figures['ttft_ms_p50']:.0f}/{figures['ttft_ms_p99']:.0f} ms, "
-                f"TPOT {figures['tpot_ms_p50']:.1f}/{figures['tpot_ms_p99']:.1f} ms, "
-                f"ITL {figures['itl_ms_p50']:.1f}/{figures['itl_ms_p99']:.1f} ms  "
-                f"activity {figures['activity_pct']:.2f}%",
-                flush=True,
-            )
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    for caching in args.prefix_caching:
+        options["enable_prefix_caching"] = caching == "on"
+        with Engine.from_model(model, max_model_len=max(map(sum, lengths)), **options) as engine:
+            warm_up(engine, random_prompts(4, 64, model.vocab_size, 1))
+            for seed, rate in enumerate(args.rates):
+                figures = {"enable_prefix_caching": caching == "on", **serve(engine, lengths, rate, seed)}
+                report["runs"].append(figures)
+                save(args.json, report)
+                print(
+                    f"{rate:6.1f} requests/s, prefix cache {caching:3}: {figures['output_tokens_per_s']:7.0f} output "
+                    f"tokens/s  p50/p99 TTFT {figures['ttft_ms_p50']:.0f}/{figures['ttft_ms_p99']:.0f} ms, "
+                    f"TPOT {figures['tpot_ms_p50']:.1f}/{figures['tpot_ms_p99']:.1f} ms, "
+                    f"ITL {figures['itl_ms_p50']:.1f}/{figures['itl_ms_p99']:.1f} ms  "
+                    f"activity {figures['activity_pct']:.2f}%  hits {figures['hit_rate']:.1%}",
+                    flush=True,
+                )
     print(json.dumps(report))
 
 

@@ -132,13 +132,17 @@ def test_the_ratio_of_33_to_32_is_of_the_same_schedule_and_context():
     assert [found["step_33_over_32"] for found in decode.ratios(runs)] == [1.25]
 
 
-def test_the_readme_has_the_figures_of_the_results():
-    from benchmarks import figures
+@pytest.mark.parametrize("table", ["figures", "kernels", "ladder"])
+def test_the_pages_have_the_figures_of_the_results(table):
+    from benchmarks import figures as f
 
-    _, _, rest = figures.README.read_text(encoding="utf-8").partition(figures.BEGIN)
-    assert rest.partition(figures.END)[0].strip() == figures.table().strip(), (
-        "run: python -m benchmarks.figures --write"
-    )
+    file, begin, made, end = {
+        "figures": (f.README, f.BEGIN, f.table, f.END),
+        "kernels": (f.MORE, f.KERNELS_BEGIN, f.kernel_table, f.KERNELS_END),
+        "ladder": (f.MORE, f.LADDER_BEGIN, f.ladder_table, f.LADDER_END),
+    }[table]
+    _, _, rest = file.read_text(encoding="utf-8").partition(begin)
+    assert rest.partition(end)[0].strip() == made().strip(), "run: python -m benchmarks.figures --write"
 
 
 def test_shared_prefixes_are_hit_as_often_as_they_can_be(run, capsys, tiny, tmp_path):
@@ -156,9 +160,16 @@ def test_shared_prefixes_are_hit_as_often_as_they_can_be(run, capsys, tiny, tmp_
 
 def test_serving_sends_each_request_at_its_time(run, tiny, tmp_path):
     file = tmp_path / "serving.json"
-    run("serving", "--shape", tiny, "--device", "cpu", "--limit", 3, "--rates", 50, 500, "--json", file)
-    slow, fast = json.loads(file.read_text())["runs"]
-    for figures in (slow, fast):
+    run(
+        "serving", "--shape", tiny, "--device", "cpu", "--limit", 3, "--rates", 50, 500,
+        "--prefix-caching", "on", "off", "--json", file,
+    )  # fmt: skip
+    runs = json.loads(file.read_text())["runs"]
+    assert [(run["rate"], run["enable_prefix_caching"]) for run in runs] == [
+        (50, True), (500, True), (50, False), (500, False),
+    ]  # fmt: skip
+    for figures in runs:
+        assert figures["hit_rate"] == 0
         assert figures["num_requests"] == 3
         assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"] <= figures["latency_ms_p99"]
         assert figures["itl_ms_p99"] > 0
@@ -172,15 +183,6 @@ def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
     assert report["steps_beside"] >= 3  # 256 tokens a step
     assert report["ttft_ratio"] == report["ttft_beside_s"] / report["ttft_alone_s"]
     assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0
-
-
-def test_the_readme_of_the_benchmarks_has_the_ladder_of_the_results():
-    from benchmarks import figures
-
-    _, _, rest = figures.LADDER_README.read_text(encoding="utf-8").partition(figures.LADDER_BEGIN)
-    assert rest.partition(figures.LADDER_END)[0].strip() == figures.ladder_table().strip(), (
-        "run: python -m benchmarks.figures --write"
-    )
 
 
 LADDER = ["--device", "cpu", "--batches", 1, 2, "--new-tokens", 3, 6, "--input-len", 5]
