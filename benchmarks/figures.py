@@ -104,7 +104,7 @@ def other_rows() -> Iterator[tuple[str, str, str, str]]:
     long = load("h200-long-prompt")
     yield (
         f"a prompt of {long['prompt_len']:,} tokens comes while {long['num_running']} requests decode, 8B shape, "
-        f"`itl_target_ms={long['itl_target_ms']:.0f}`",
+        f"`itl_target_ms={long['itl_target_ms']:g}`",
         f"inter-token latency p99 {long['itl_disturbed_ms_p99']:.1f} ms meanwhile; first token of the prompt after "
         f"{long['ttft_beside_s']:.1f} s",
         f"undisturbed {long['itl_undisturbed_ms_p99']:.1f} ms; alone {long['ttft_alone_s']:.1f} s",
