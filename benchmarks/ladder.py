@@ -7,7 +7,8 @@
 
 A shape is one of those that ship (random weights), a folder (its weights) or a config file (random weights). Greedy;
 the stop check of each rung runs, with a stop token that never comes. Seconds are from the call to the last token of
-``generate``, prompt included, the fastest of up to three runs after a warm-up; what compiling took is ``ready_s``.
+``generate``, prompt included, the fastest of up to three runs after a warm-up. ``first_s`` is the very first run, of
+the most tokens, with whatever it compiles or plans; ``ready_s`` is that and all before it.
 
 ``activity_pct`` is measured alike for all rungs, in a run of its own of 32 tokens: the union of the intervals of
 kernels and copies that the CUDA profiler (CUPTI) records, over the time from the first to the last. ``peak_mib`` is the
@@ -64,9 +65,10 @@ RUNGS = {
     "engine": Rung("cbatch's engine"),
     "one-stream": Rung("interleaved, but one stream", beside=True),
     "graphs": Rung("interleaved, but no torch.compile", beside=True),
+    "no-cudnn": Rung("KV cache, without cuDNN's attention", beside=True),
 }
 # The engine before there is a stock model beside its own. What compiles last; one-stream finds it compiled.
-ORDER = ["engine", "no-cache", "kv-cache", "static", "graphs", "expandable"]
+ORDER = ["engine", "no-cache", "kv-cache", "no-cudnn", "static", "graphs", "expandable"]
 ORDER += ["compile-static", "interleaved", "one-stream", "compile-dynamic"]
 FEWER = ["engine", "static", "graphs", "compile-static", "interleaved", "one-stream"]
 
@@ -169,6 +171,13 @@ def opened(name: str, bench: Bench, batches: list[int], new_tokens: int) -> Iter
             return run(ids, count)
 
         yield fresh
+    elif name == "no-cudnn":
+        enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield transformers()
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(enabled)
     else:
         yield transformers(use_cache=name != "no-cache")
 
@@ -248,11 +257,15 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
         with opened(name, bench, group, max(counts)) as run:
             for batch in group:
                 clear(compiled=False)
-                # A cache that grows has a new shape at each token, which libraries may have to prepare for: the first
-                # 400 tokens of GPT-2 took 22 s on an H200 that was 7% busy. torch.compile may want to see shapes twice.
-                for _ in range(2 if compiles else 1):
-                    run(bench.prompts(batch), max(counts))
+                # A cache that grows has a new shape at each token, which libraries may make plans for: the first 400
+                # tokens of GPT-2 took 24 s on an H200. torch.compile may want to see shapes twice.
+                first = time.perf_counter()
+                run(bench.prompts(batch), max(counts))
                 bench.sync()
+                first_s = time.perf_counter() - first
+                if compiles:
+                    run(bench.prompts(batch), max(counts))
+                    bench.sync()
                 ready_s = time.perf_counter() - begin
                 seen = activity(bench, run, batch)
                 for count in counts:
@@ -263,6 +276,7 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
                         **key(bench, name, batch, count),
                         **measure(bench, run, batch, count),
                         **seen,
+                        "first_s": first_s,
                         "ready_s": ready_s,
                     }
                 begin = time.perf_counter()
@@ -365,7 +379,6 @@ def line(run: dict[str, Any]) -> str:
 
 
 MEMORY = ("peak_mib", "reserved_mib", "fragmentation_mib")
-COLUMNS = ("GPU active", "peak MiB", "reserved", "fragmentation")
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:
@@ -381,8 +394,8 @@ def markdown(runs: list[dict[str, Any]]) -> str:
             "",
             "| rung | "
             + " | ".join(f"{count} tokens" for count in counts)
-            + " | GPU active | peak MiB | reserved | fragmentation |",
-            "|---|" + "---|" * (len(counts) + 4),
+            + " | first call, s | GPU active | peak MiB | reserved | fragmentation |",
+            "|---|" + "---|" * (len(counts) + 5),
         ]
         for name, rung in RUNGS.items():
             row = {run["new_tokens"]: run for run in chosen if run["rung"] == name}
@@ -397,13 +410,11 @@ def markdown(runs: list[dict[str, Any]]) -> str:
                 for n in counts
             ]
             last = row[max(row)]
-            memory = [
-                f"{last[name]:,.0f}" if name in last else ""
-                for name in ("peak_mib", "reserved_mib", "fragmentation_mib")
-            ]
+            memory = [f"{last[name]:,.0f}" if name in last else "" for name in MEMORY]
+            first = f"{last['first_s']:.1f}" if "first_s" in last else ""
             active = f"{last['activity_pct']:.1f}%" if "activity_pct" in last else ""
             title = f"*beside: {rung.title}*" if rung.beside else rung.title
-            lines.append("| " + " | ".join([title, *cells, active, *memory]) + " |")
+            lines.append("| " + " | ".join([title, *cells, first, active, *memory]) + " |")
         parts.append("\n".join([*lines, *worth(chosen)]) + "\n")
     return "\n".join(parts)
 
