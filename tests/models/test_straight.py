@@ -96,6 +96,42 @@ def test_a_checkpoint_gives_the_logits_of_the_module_that_was_saved(name, tmp_pa
     assert_same(decoder, module)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exaone4", {"layer_types": ["full_attention"] * 3}),  # nothing slides, and nothing is turned
+        ("exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),  # everything is
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": False}),  # of which no layer makes use
+    ],
+)
+def test_windows_that_no_layer_has(name, options, tmp_path, straight_only, monkeypatch):
+    module = tiny(name, monkeypatch, **options)
+    module.save_pretrained(tmp_path)
+    assert_same(load_model(tmp_path, model_impl="auto"), module)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"is_causal": False}),
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}),
+        ("mistral", {"sliding_window": 0}),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": False},
+        ),
+    ],
+)
+def test_what_the_masks_of_transformers_alone_make_of_a_config_is_not_covered(name, options, tmp_path, monkeypatch):
+    """The decoder took the first for an ordinary model, softened what transformers does not, and saw all positions in
+    the others."""
+    tiny(name, monkeypatch, **options).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{name}: .*not cover .*{list(options)[-1]}"):
+        loader._straight(str(tmp_path), None, torch.device("cpu"), False, False, 0)
+    with pytest.raises(UnsupportedModelError):  # nor can transformers' module be run in packed steps
+        load_model(tmp_path, model_impl="auto")
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["arcee", "ernie4_5", "glm", "gpt2", "llama", "nemotron", "seed_oss", "stablelm"])
 def test_biases_and_tied_heads(name, tied, tmp_path, straight_only, monkeypatch):
@@ -272,7 +308,7 @@ def test_an_index_that_promises_too_much_or_is_none_is_named(sharded):
         ("written for None", lambda path: save_file(load_file(path / "model.safetensors"), path / "model.safetensors")),
         ("quantised", lambda path: edit_config(path, quantization_config={"quant_method": "fp8"})),
         ("the family 'mixtral'", lambda path: edit_config(path, model_type="mixtral")),
-        ("an adapter", lambda path: (path / "adapter_config.json").write_text("{}")),
+        ("is an adapter", lambda path: (path / "adapter_config.json").write_text("{}")),
         ("code of its own", lambda path: edit_config(path, auto_map={"AutoModelForCausalLM": "code.Model"})),
         ("no model.safetensors", lambda path: (path / "model.safetensors").unlink()),
         ("compute in torch.float64", lambda path: edit_config(path, dtype="float64")),
@@ -286,6 +322,51 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
     elsewhere = torch.device("meta" if "float64" in reason else "cpu")  # on the CPU, auto means float32
     with pytest.raises(UnsupportedModelError, match=reason):
         loader._straight(str(tmp_path), None, elsewhere, False, True, 0)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        (
+            r"lack model.layers.1.self_attn.q_proj.weight$",
+            lambda path: edit_tensors(path, lambda t: {n: x for n, x in t.items() if "1.self_attn.q_proj" not in n}),
+        ),
+        (
+            r"lack model.layers.3.input_layernorm.weight, and 8 more",
+            lambda path: edit_config(path, num_hidden_layers=4),
+        ),
+        (
+            r"do not fit its config: lm_head.weight is of shape \(101, 48\), .* of \(99, 48\), and 1 more",
+            lambda path: edit_config(path, vocab_size=99),
+        ),
+        ("adapters are not supported", lambda path: (path / "adapter_config.json").write_text("{}")),
+        ("requires optimum", lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4})),
+        ("generation config .* not a valid JSON", lambda path: (path / "generation_config.json").write_text("{")),
+        ("generation config", lambda path: (path / "generation_config.json").write_text("[]")),
+        (
+            r"eos_token_id is \[5, 'x'\]",
+            lambda path: (path / "generation_config.json").write_text('{"eos_token_id": [5, "x"]}'),
+        ),
+        ("no config .*floaty", lambda path: edit_config(path, dtype="floaty")),
+        ("no config", lambda path: (path / "config.json").write_text("[]")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_loaded_at_all(reason, change, model_impl, tmp_path):
+    """transformers rolls dice for weights that are missing, and looks past an adapter and a broken generation config:
+    there were answers, and no error. The others were errors of another kind than those that we promise.
+    """
+    make_tiny("llama").save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises((ModelNotFoundError, UnsupportedModelError), match=reason):
+        load_model(tmp_path, model_impl=model_impl)
+
+
+def test_an_adapter_alone_is_called_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="adapters are not supported"):
+        load_model(tmp_path)
 
 
 def test_a_checkpoint_under_other_names_becomes_a_decoder_through_transformers(tmp_path, caplog):
@@ -471,6 +552,14 @@ def test_the_tokenizer_is_of_the_class_that_transformers_chooses(name, named, tm
     assert type(mine) is type(expected)
     assert mine.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
     assert mine.special_tokens_map == expected.special_tokens_map
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "qwen3", "bert_decoder"])
+def test_a_tokenizer_is_not_made_of_nothing(name, tmp_path):
+    """Of a folder without its files, GPT-2's read any text as no token, Gemma's as one unknown token."""
+    FAMILIES[name]().save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="no tokenizer for"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_needs_no_config_beside_it(tmp_path):
