@@ -112,8 +112,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     try:
         tokenizers = _tokenizer_class(path, local_only)
         tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {error}") from error
+    except Exception as error:  # anything: a broken file trips whoever reads it, the library with a bare Exception
+        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # several classes make one of no file at all
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}, where no vocabulary is")
     return tokenizer
@@ -176,9 +176,9 @@ def _config(path: str, trust_remote_code: bool, local_only: bool) -> Any:
     try:
         with light_imports():
             return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # a class may trip over what it is told
+    except Exception as error:  # anything: a class may trip over what the file says
         _refuse_adapter(path, local_only=True)
-        raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {error}") from error
+        raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {_words(error)}") from error
 
 
 def _refuse_adapter(path: str, local_only: bool) -> None:
@@ -235,8 +235,8 @@ def _generation_config(path: str | None, config: Any, local_only: bool) -> Any:
         if not find_files(path, ["generation_config.json"], local_only):
             options = {"config_file_name": "config.json", "_from_model_config": True}
         return GenerationConfig.from_pretrained(path, local_files_only=local_only, **options)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelNotFoundError(f"the generation config of {path!r} cannot be used: {error}") from error
+    except Exception as error:  # anything, likewise
+        raise ModelNotFoundError(f"the generation config of {path!r} cannot be used: {_words(error)}") from error
 
 
 # The class that AutoTokenizer takes for a family, where a repository names it too. Importing AutoTokenizer would import
@@ -346,6 +346,11 @@ def _and_more(names: list[Any]) -> str:
 def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
     reason = str(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
     return UnsupportedModelError(f"transformers makes no causal language model of {path!r}: {reason}")
+
+
+def _words(error: Exception) -> str:
+    """What transformers says of a file; and of which kind the error is, where it is no refusal but a stumble."""
+    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def _tried(path: str) -> str:

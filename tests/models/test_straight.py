@@ -554,6 +554,18 @@ def test_the_tokenizer_is_of_the_class_that_transformers_chooses(name, named, tm
     assert mine.special_tokens_map == expected.special_tokens_map
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tokenizer_class": 3}', "version https://git-lfs"])
+def test_a_broken_file_of_a_tokenizer_ends_in_our_error(file, text, tmp_path):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    plain_tokenizer(tmp_path, "PreTrainedTokenizerFast")
+    (tmp_path / file).write_text(text)
+    try:
+        assert load_tokenizer(tmp_path)("ab")["input_ids"] == [0, 1]  # not every file matters
+    except ModelNotFoundError as error:
+        assert f"no tokenizer for '{tmp_path}'" in str(error)
+
+
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "qwen3", "bert_decoder"])
 def test_a_tokenizer_is_not_made_of_nothing(name, tmp_path):
     """Of a folder without its files, GPT-2's read any text as no token, Gemma's as one unknown token."""
