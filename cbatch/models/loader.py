@@ -24,7 +24,7 @@ from torch import nn
 from cbatch.config import find_device, parse_dtype
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
-from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files
+from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
 from cbatch.models.decoder import Decoder, DecoderMismatch
 from cbatch.models.decoder_config import FAMILIES, decoder_config
@@ -289,6 +289,8 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     try:
+        if getattr(config, "quantization_config", None) is None:  # transformers would cast them to numbers
+            refuse_scaled(path, local_only)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,

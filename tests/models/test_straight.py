@@ -340,6 +340,15 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
             r"do not fit its config: lm_head.weight is of shape \(101, 48\), .* of \(99, 48\), and 1 more",
             lambda path: edit_config(path, vocab_size=99),
         ),
+        *(
+            (
+                f"q_proj.weight is stored as {stored}, and the config names no quantisation",
+                lambda path, dtype=dtype: edit_tensors(
+                    path, lambda t: {n: x.to(dtype) if n.endswith("q_proj.weight") else x for n, x in t.items()}
+                ),
+            )
+            for stored, dtype in (("I8", torch.int8), ("F8_E4M3", torch.float8_e4m3fn))
+        ),
         ("adapters are not supported", lambda path: (path / "adapter_config.json").write_text("{}")),
         ("requires optimum", lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4})),
         ("generation config .* not a valid JSON", lambda path: (path / "generation_config.json").write_text("{")),
@@ -354,8 +363,9 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_loaded_at_all(reason, change, model_impl, tmp_path):
-    """transformers rolls dice for weights that are missing, and looks past an adapter and a broken generation config:
-    there were answers, and no error. The others were errors of another kind than those that we promise.
+    """transformers rolls dice for weights that are missing, casts integers as if they were the weights, and looks past
+    an adapter and a broken generation config: there were answers, and no error. The others were errors of another kind
+    than those that we promise.
     """
     make_tiny("llama").save_pretrained(tmp_path)
     change(tmp_path)
