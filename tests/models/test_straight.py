@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import itertools
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -24,6 +26,7 @@ from cbatch.models.decoder import Decoder
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.decoder_config import decoder_config
 from cbatch.models.decoder_weights import load_weights
+from cbatch.models.light_imports import light_imports
 from cbatch.models.loader import load_model, load_tokenizer
 from cbatch.models.rope_table import rope_tables
 from cbatch.models.transformers_model import TransformersModel
@@ -538,6 +541,26 @@ assert "Args" in transformers.Qwen2Config.__doc__
     root = Path(loader.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_models_that_load_at_once_leave_the_library_as_it_was():
+    """The second thread took the first one's stand-in for the original, and put that back."""
+    docstrings = importlib.import_module("transformers.utils.auto_docstring")  # a function has its name, too
+
+    before = docstrings.auto_class_docstring
+    first_is_out = threading.Event()
+
+    def second():
+        with light_imports():
+            first_is_out.wait(10)
+
+    with light_imports():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)  # as long as it takes to come in, if it may
+    first_is_out.set()
+    thread.join()
+    assert docstrings.auto_class_docstring is before
 
 
 def plain_tokenizer(folder, named):
