@@ -267,6 +267,8 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     for name in _BIASES:
         facts[name] = bool(said.get(option, False)) if isinstance(option := facts[name], str) else option
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    if num_layers < 1:
+        raise UnsupportedModelError(f"{kind}: the config has {num_layers} layers, but there must be one")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
     if act not in _ACTIVATIONS:
