@@ -274,6 +274,9 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
     windows = _windows(config, num_layers, said)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
+        if said.get(name) == 0.0:  # here it would mean none; transformers divides by it
+            raise UnsupportedModelError(f"{kind}: the decoder does not cover {name}={said[name]}")
     attn_softcap = said.get("attn_logit_softcapping") or 0.0
     if attn_softcap and kind == "gemma3_text":  # transformers has the option, and does not hand it to its attention
         raise UnsupportedModelError(f"{kind}: the decoder does not cover attn_logit_softcapping={attn_softcap}")
