@@ -33,7 +33,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         return None
     parsed = _DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
-        raise ConfigError(f"dtype is {str(dtype)!r}, but must be one of auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype is {dtype!r}, but must be one of auto, {', '.join(_DTYPES)}")
     return parsed
 
 

@@ -1,6 +1,7 @@
 """The engine inside a web server: POST /generate streams tokens, and a client that goes away frees its place.
 
-CBATCH_MODEL=smollm2-135m uvicorn --app-dir examples serve_fastapi:app
+pip install -e '.[serve]'
+CBATCH_MODEL=smollm2-135m python examples/serve_fastapi.py
 curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 """
 
@@ -69,3 +70,9 @@ def event(out: RequestOutput) -> str:
     answer = out.outputs[0]
     body = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
     return f"data: {json.dumps(body)}\n\n"
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    uvicorn.run(app)

@@ -81,6 +81,26 @@ def find_files(path: str, names: list[str], local_only: bool) -> dict[str, Path]
     return {Path(file).name: Path(file) for file in found or ()}
 
 
+def refuse_scaled(path: str, local_only: bool) -> None:
+    """Raise UnsupportedModelError where a weight is of a type that stands for nothing without its scale: integers, or 8
+    bits of floating point. Reads the files' headers alone; of what they lack, and of a file that is none, transformers
+    tells, and SafetensorError.
+    """
+    try:
+        files = _files(path, local_only)
+    except UnsupportedModelError:
+        return
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                stored = opened.get_slice(name).get_dtype()
+                if name.endswith(".weight") and stored not in {"F64", *_DTYPES}:
+                    raise UnsupportedModelError(
+                        f"{path!r}: {name} is stored as {stored}, and the config names no quantisation, which would "
+                        "say what it stands for"
+                    )
+
+
 def _files(path: str, local_only: bool) -> dict[Path, list[str] | None]:
     """The checkpoint's files, with the tensors that each has; None: all that is in it."""
     index: Path | None = None

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cbatch.errors import UnsupportedModelError
+
 _LENGTH_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -69,11 +71,16 @@ def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> tuple[int, ...]:
-    """The stop tokens of the generation config, else of the config; never of a tokenizer, which may be wrong."""
+    """The stop tokens of the generation config, else of the config; never of a tokenizer, which may be wrong.
+
+    Raises UnsupportedModelError where they are no numbers."""
     for source in (generation_config, config, text_config(config)):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(dict.fromkeys(int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids]) if i >= 0))
+        said = getattr(source, "eos_token_id", None)
+        if said is not None:
+            ids = said if isinstance(said, (list, tuple)) else [said]
+            if not all(isinstance(i, int) for i in ids):
+                raise UnsupportedModelError(f"eos_token_id is {said!r}, but must be a token id or a list of them")
+            return tuple(dict.fromkeys(int(i) for i in ids if i >= 0))
     return ()
 
 

@@ -167,7 +167,7 @@ _GPT2: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {"names": Names(up=("mlp.up_proj",)), "gated": False},
     "ernie4_5": {**_ALL_OR_NONE, "rope_interleaved": True},
-    "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where the window slides"},
+    "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where windows slide"},
     "gemma": {"norm_offset": 1.0, "embed_scale": "root of the hidden size"},
     "gemma2": {
         "names": Names(**_SANDWICH, **_AFTER_MLP),
@@ -267,11 +267,19 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     for name in _BIASES:
         facts[name] = bool(said.get(option, False)) if isinstance(option := facts[name], str) else option
     num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
+    if num_layers < 1:
+        raise UnsupportedModelError(f"{kind}: the config has {num_layers} layers, but there must be one")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
     windows = _windows(config, num_layers, said)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
+        if said.get(name) == 0.0:  # here it would mean none; transformers divides by it
+            raise UnsupportedModelError(f"{kind}: the decoder does not cover {name}={said[name]}")
+    attn_softcap = said.get("attn_logit_softcapping") or 0.0
+    if attn_softcap and kind == "gemma3_text":  # transformers has the option, and does not hand it to its attention
+        raise UnsupportedModelError(f"{kind}: the decoder does not cover attn_logit_softcapping={attn_softcap}")
     embed_scale = said.get("embedding_multiplier", 1.0)
     if facts.pop("embed_scale", None):
         embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()  # Gemma's is rounded
@@ -292,7 +300,7 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
         head_dim=head_dim,
         norm_eps=next(value for name, value in said.items() if name.endswith(("norm_eps", "norm_epsilon"))),
         attn_scale=float(said.get("attention_multiplier", attn_scale)),
-        attn_softcap=said.get("attn_logit_softcapping") or 0.0,
+        attn_softcap=attn_softcap,
         windows=windows,
         act=_ACTIVATIONS[act],
         embed_scale=float(embed_scale),
@@ -311,15 +319,22 @@ def _what_it_says(config: Any) -> dict[str, Any]:
             raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={value!r}")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover quantised weights")
+    if not getattr(config, "is_causal", True):  # no class has it, and transformers' masks heed it in all of them
+        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover is_causal={config.is_causal!r}")
     return said
 
 
 def _windows(config: Any, num_layers: int, said: dict[str, Any]) -> tuple[int, ...]:
-    window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
+    window, used = said.get("sliding_window"), said.get("use_sliding_window", True)
     types = said.get("layer_types") or ["sliding_attention"] * num_layers
     other = set(types) - {"sliding_attention", "full_attention"}
     if other:
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover layers of type {other.pop()!r}")
+    if window is not None and "sliding_attention" in types and not (window > 0 and used):  # a mask has it all the same
+        raise UnsupportedModelError(
+            f"{config.model_type}: the decoder does not cover sliding layers of sliding_window={window!r}"
+            + ("" if used else " with use_sliding_window=False")
+        )
     return tuple((window or 0) if kind == "sliding_attention" else 0 for kind in types)
 
 
@@ -329,9 +344,9 @@ def _ropes(
     """Which table turns each layer: that of its type where the config has one for each type, else the only one: ""."""
     if where == "nowhere":
         return (None,) * num_layers
-    if where == "where the window slides" and any(windows):
+    if where == "where windows slide" and said["sliding_window"] is not None:
         return tuple("" if window else None for window in windows)
     if said.get("no_rope_layers"):
         return tuple("" if turned else None for turned in said["no_rope_layers"])
-    by_type = any(isinstance(value, dict) for value in config.rope_parameters.values())
-    return tuple(said["layer_types"]) if by_type else ("",) * num_layers
+    types = said.get("layer_types") or ()
+    return ("",) * num_layers if config.rope_parameters.keys().isdisjoint(types) else tuple(types)

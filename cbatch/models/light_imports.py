@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 _ACTIVATIONS = "transformers.activations"
+_lock = threading.RLock()  # of two threads whose turns overlap, the second would put back what the first had put there
 
 
 @contextmanager
@@ -26,20 +28,21 @@ def light_imports() -> Iterator[None]:
     """
     import transformers.utils  # noqa: F401  # so that the module below is there
 
-    docstrings: Any = sys.modules.get("transformers.utils.auto_docstring")
-    writer = getattr(docstrings, "auto_class_docstring", None)
-    stub = None if _ACTIVATIONS in sys.modules else _Activations(_ACTIVATIONS)
-    if writer is not None:
-        docstrings.auto_class_docstring = lambda cls, *args, **options: cls
-    if stub is not None:
-        sys.modules[_ACTIVATIONS] = stub
-    try:
-        yield
-    finally:
+    with _lock:
+        docstrings: Any = sys.modules.get("transformers.utils.auto_docstring")
+        writer = getattr(docstrings, "auto_class_docstring", None)
+        stub = None if _ACTIVATIONS in sys.modules else _Activations(_ACTIVATIONS)
         if writer is not None:
-            docstrings.auto_class_docstring = writer
-        if stub is not None and sys.modules.get(_ACTIVATIONS) is stub:
-            del sys.modules[_ACTIVATIONS]
+            docstrings.auto_class_docstring = lambda cls, *args, **options: cls
+        if stub is not None:
+            sys.modules[_ACTIVATIONS] = stub
+        try:
+            yield
+        finally:
+            if writer is not None:
+                docstrings.auto_class_docstring = writer
+            if stub is not None and sys.modules.get(_ACTIVATIONS) is stub:
+                del sys.modules[_ACTIVATIONS]
 
 
 class _Activations(ModuleType):

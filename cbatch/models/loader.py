@@ -24,7 +24,7 @@ from torch import nn
 from cbatch.config import find_device, parse_dtype
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
-from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files
+from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
 from cbatch.models.decoder import Decoder, DecoderMismatch
 from cbatch.models.decoder_config import FAMILIES, decoder_config
@@ -111,9 +111,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     local_only = _only_local(path)
     try:
         tokenizers = _tokenizer_class(path, local_only)
-        return tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {error}") from error
+        tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
+    except Exception as error:  # anything: a broken file trips whoever reads it, the library with a bare Exception
+        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # several classes make one of no file at all
+        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}, where no vocabulary is")
+    return tokenizer
 
 
 def _find_weights(name: str) -> str:
@@ -173,8 +176,22 @@ def _config(path: str, trust_remote_code: bool, local_only: bool) -> Any:
     try:
         with light_imports():
             return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {error}") from error
+    except Exception as error:  # anything: a class may trip over what the file says
+        _refuse_adapter(path, local_only=True)
+        raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {_words(error)}") from error
+
+
+def _refuse_adapter(path: str, local_only: bool) -> None:
+    """transformers would look past it, or load it, depending on what is installed."""
+    try:
+        found = find_files(path, ["adapter_config.json"], local_only)
+    except OSError:  # of the hub, which transformers tells better
+        return
+    if found:
+        raise UnsupportedModelError(
+            f"{path!r} is an adapter, or has one beside its model (adapter_config.json), and adapters are not "
+            "supported: merge it into the model first (merge_and_unload() of PEFT)"
+        )
 
 
 def _straight(
@@ -201,28 +218,25 @@ def _straight(
         dtype = dtype or torch.bfloat16
         decoder = decoder_config(config, dtype)
         return Decoder.from_source(decoder, config, RandomSource(decoder, device, dtype, seed), facts)
-    try:
-        if find_files(path, ["adapter_config.json"], local_only):
-            raise UnsupportedModelError("it is an adapter, or has one")
-    except OSError as error:  # of the hub, which transformers tells better
-        raise UnsupportedModelError(str(error)) from error
+    _refuse_adapter(path, local_only)
     with Checkpoint(path, local_only=local_only, device=device, dtype=dtype, tied=tied) as checkpoint:
         facts = model_facts(config, _generation_config(path, config, local_only), name)
         return Decoder.from_source(decoder_config(config, checkpoint.dtype), config, checkpoint, facts)
 
 
 def _generation_config(path: str | None, config: Any, local_only: bool) -> Any:
-    """As transformers has it: the file, or else what the config says."""
+    """As transformers has it: the file, or else what the config says; but a file that is broken is not passed over."""
     from transformers import GenerationConfig
 
     if path is None:
         return GenerationConfig.from_model_config(config)
+    options: dict[str, Any] = {}
     try:
-        return GenerationConfig.from_pretrained(path, local_files_only=local_only)
-    except OSError:
-        return GenerationConfig.from_pretrained(
-            path, config_file_name="config.json", _from_model_config=True, local_files_only=local_only
-        )
+        if not find_files(path, ["generation_config.json"], local_only):
+            options = {"config_file_name": "config.json", "_from_model_config": True}
+        return GenerationConfig.from_pretrained(path, local_files_only=local_only, **options)
+    except Exception as error:  # anything, likewise
+        raise ModelNotFoundError(f"the generation config of {path!r} cannot be used: {_words(error)}") from error
 
 
 # The class that AutoTokenizer takes for a family, where a repository names it too. Importing AutoTokenizer would import
@@ -264,25 +278,40 @@ def _named_tokenizer(path: str, local_only: bool) -> str | None:
 
 def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool) -> Any:
     local_only = _only_local(path)
-    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
+    # With other shapes than the config's, transformers raises an error that says to look at what it has logged.
+    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "ignore_mismatched_sizes": True}
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     if straight:  # tensor by tensor; without accelerate the whole model passes through host memory first
         options["device_map"] = {"": device}
     config = _config(path, trust_remote_code, local_only)
+    _refuse_adapter(path, local_only)
+    _generation_config(path, config, local_only)  # transformers would do without it if it is broken
     from transformers import AutoModelForCausalLM
 
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        if getattr(config, "quantization_config", None) is None:  # transformers would cast them to numbers
+            refuse_scaled(path, local_only)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             trust_remote_code=trust_remote_code,
             local_files_only=local_only,
+            output_loading_info=True,
             **options,
         )
     except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # one kind of quantised weights or another needs a package
         raise _not_causal(path, error) from error
+    module, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers has rolled dice for them
+        raise ModelNotFoundError(f"the weights of {path!r} lack {missing[0]}{_and_more(missing)}")
+    if other := sorted(found["mismatched_keys"]):  # and for these
+        name, stored, wanted = other[0]
+        raise ModelNotFoundError(
+            f"the weights of {path!r} do not fit its config: {name} is of shape {tuple(stored)}, but the config tells "
+            f"of {tuple(wanted)}{_and_more(other)}"
+        )
     return module if straight else module.to(device)
 
 
@@ -312,9 +341,18 @@ def _random_module(
     return module.eval()
 
 
-def _not_causal(path: str, error: ValueError) -> UnsupportedModelError:
+def _and_more(names: list[Any]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
     reason = str(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
     return UnsupportedModelError(f"transformers makes no causal language model of {path!r}: {reason}")
+
+
+def _words(error: Exception) -> str:
+    """What transformers says of a file; and of which kind the error is, where it is no refusal but a stumble."""
+    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 def _tried(path: str) -> str:

@@ -175,7 +175,7 @@ def _own_attention(module: nn.Module) -> str:
 def _check_layers(module: nn.Module, layers: tuple[LayerCall, ...], max_model_len: int) -> None:
     config, kind = cast(Any, module).config, _kind(module)
     expected = config_facts.num_layers(config)
-    if len(layers) != expected:
+    if not layers or len(layers) != expected:
         raise UnsupportedModelError(
             f"{kind}: one forward made {len(layers)} calls of the registered attention, but the config has {expected} "
             f"layers{_own_attention(module)}. Layers that keep another state, or attend by code of their own, would "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import importlib
 import itertools
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -24,6 +27,7 @@ from cbatch.models.decoder import Decoder
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.decoder_config import decoder_config
 from cbatch.models.decoder_weights import load_weights
+from cbatch.models.light_imports import light_imports
 from cbatch.models.loader import load_model, load_tokenizer
 from cbatch.models.rope_table import rope_tables
 from cbatch.models.transformers_model import TransformersModel
@@ -94,6 +98,46 @@ def test_a_checkpoint_gives_the_logits_of_the_module_that_was_saved(name, tmp_pa
     decoder = load_model(tmp_path, model_impl="auto")
     assert decoder.name == str(tmp_path)
     assert_same(decoder, module)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exaone4", {"layer_types": ["full_attention"] * 3}),  # nothing slides, and nothing is turned
+        ("exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),  # everything is
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": False}),  # of which no layer makes use
+    ],
+)
+def test_windows_that_no_layer_has(name, options, tmp_path, straight_only, monkeypatch):
+    module = tiny(name, monkeypatch, **options)
+    module.save_pretrained(tmp_path)
+    assert_same(load_model(tmp_path, model_impl="auto"), module)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"is_causal": False}),
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}),
+        ("mistral", {"sliding_window": 0}),
+        ("llama", {"num_hidden_layers": 0}),
+        ("gemma2", {"attn_logit_softcapping": 0.0}),
+        ("gemma2", {"final_logit_softcapping": 0.0}),
+        ("granite", {"logits_scaling": 0.0}),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": False},
+        ),
+    ],
+)
+def test_what_only_transformers_makes_of_a_config_is_not_covered(name, options, tmp_path, monkeypatch):
+    """The decoder took the first for an ordinary model, softened what transformers does not, saw all positions where
+    a mask hid some, and read a divisor of 0 as none."""
+    tiny(name, monkeypatch, **options).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{name}: .*(not cover .*{list(options)[-1]}|has 0 layers)"):
+        loader._straight(str(tmp_path), None, torch.device("cpu"), False, False, 0)
+    with contextlib.suppress(UnsupportedModelError):  # most cannot be run in packed steps at all
+        assert isinstance(load_model(tmp_path, model_impl="auto"), TransformersModel)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -272,7 +316,7 @@ def test_an_index_that_promises_too_much_or_is_none_is_named(sharded):
         ("written for None", lambda path: save_file(load_file(path / "model.safetensors"), path / "model.safetensors")),
         ("quantised", lambda path: edit_config(path, quantization_config={"quant_method": "fp8"})),
         ("the family 'mixtral'", lambda path: edit_config(path, model_type="mixtral")),
-        ("an adapter", lambda path: (path / "adapter_config.json").write_text("{}")),
+        ("is an adapter", lambda path: (path / "adapter_config.json").write_text("{}")),
         ("code of its own", lambda path: edit_config(path, auto_map={"AutoModelForCausalLM": "code.Model"})),
         ("no model.safetensors", lambda path: (path / "model.safetensors").unlink()),
         ("compute in torch.float64", lambda path: edit_config(path, dtype="float64")),
@@ -286,6 +330,61 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
     elsewhere = torch.device("meta" if "float64" in reason else "cpu")  # on the CPU, auto means float32
     with pytest.raises(UnsupportedModelError, match=reason):
         loader._straight(str(tmp_path), None, elsewhere, False, True, 0)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        (
+            r"lack model.layers.1.self_attn.q_proj.weight$",
+            lambda path: edit_tensors(path, lambda t: {n: x for n, x in t.items() if "1.self_attn.q_proj" not in n}),
+        ),
+        (
+            r"lack model.layers.3.input_layernorm.weight, and 8 more",
+            lambda path: edit_config(path, num_hidden_layers=4),
+        ),
+        (
+            r"do not fit its config: lm_head.weight is of shape \(101, 48\), .* of \(99, 48\), and 1 more",
+            lambda path: edit_config(path, vocab_size=99),
+        ),
+        *(
+            (
+                f"q_proj.weight is stored as {stored}, and the config names no quantisation",
+                lambda path, dtype=dtype: edit_tensors(
+                    path, lambda t: {n: x.to(dtype) if n.endswith("q_proj.weight") else x for n, x in t.items()}
+                ),
+            )
+            for stored, dtype in (("I8", torch.int8), ("F8_E4M3", torch.float8_e4m3fn))
+        ),
+        ("adapters are not supported", lambda path: (path / "adapter_config.json").write_text("{}")),
+        ("requires optimum", lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4})),
+        ("generation config .* not a valid JSON", lambda path: (path / "generation_config.json").write_text("{")),
+        ("generation config", lambda path: (path / "generation_config.json").write_text("[]")),
+        (
+            r"eos_token_id is \[5, 'x'\]",
+            lambda path: (path / "generation_config.json").write_text('{"eos_token_id": [5, "x"]}'),
+        ),
+        ("no config .*floaty", lambda path: edit_config(path, dtype="floaty")),
+        ("no config", lambda path: (path / "config.json").write_text("[]")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_loaded_at_all(reason, change, model_impl, tmp_path):
+    """transformers rolls dice for weights that are missing, casts integers as if they were the weights, and looks past
+    an adapter and a broken generation config: there were answers, and no error. The others were errors of another kind
+    than those that we promise.
+    """
+    make_tiny("llama").save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises((ModelNotFoundError, UnsupportedModelError), match=reason):
+        load_model(tmp_path, model_impl=model_impl)
+
+
+def test_an_adapter_alone_is_called_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="adapters are not supported"):
+        load_model(tmp_path)
 
 
 def test_a_checkpoint_under_other_names_becomes_a_decoder_through_transformers(tmp_path, caplog):
@@ -449,6 +548,26 @@ assert "Args" in transformers.Qwen2Config.__doc__
     assert done.returncode == 0, done.stderr
 
 
+def test_models_that_load_at_once_leave_the_library_as_it_was():
+    """The second thread took the first one's stand-in for the original, and put that back."""
+    docstrings = importlib.import_module("transformers.utils.auto_docstring")  # a function has its name, too
+
+    before = docstrings.auto_class_docstring
+    first_is_out = threading.Event()
+
+    def second():
+        with light_imports():
+            first_is_out.wait(10)
+
+    with light_imports():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)  # as long as it takes to come in, if it may
+    first_is_out.set()
+    thread.join()
+    assert docstrings.auto_class_docstring is before
+
+
 def plain_tokenizer(folder, named):
     from tokenizers import Tokenizer, models
 
@@ -471,6 +590,26 @@ def test_the_tokenizer_is_of_the_class_that_transformers_chooses(name, named, tm
     assert type(mine) is type(expected)
     assert mine.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
     assert mine.special_tokens_map == expected.special_tokens_map
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tokenizer_class": 3}', "version https://git-lfs"])
+def test_a_broken_file_of_a_tokenizer_ends_in_our_error(file, text, tmp_path):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    plain_tokenizer(tmp_path, "PreTrainedTokenizerFast")
+    (tmp_path / file).write_text(text)
+    try:
+        assert load_tokenizer(tmp_path)("ab")["input_ids"] == [0, 1]  # not every file matters
+    except ModelNotFoundError as error:
+        assert f"no tokenizer for '{tmp_path}'" in str(error)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "llama", "qwen3", "bert_decoder"])
+def test_a_tokenizer_is_not_made_of_nothing(name, tmp_path):
+    """Of a folder without its files, GPT-2's read any text as no token, Gemma's as one unknown token."""
+    FAMILIES[name]().save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="no tokenizer for"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_needs_no_config_beside_it(tmp_path):
