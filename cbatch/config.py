@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,7 +30,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     Raises:
         ConfigError: another name, or a dtype that no model computes in.
     """
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         return None
     parsed = _DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
@@ -78,6 +79,11 @@ _RANGES = {
     "max_queue_size": (1, 2**31 - 1),
     "depth": (1, 64),
 }
+
+
+def _is_a(kind: type, value: object) -> bool:
+    """Whether it is a number of the kind: numpy's are, which are kept as plain ones; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +150,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
         if self.device is not None:
             object.__setattr__(self, "device", str(parse_device(self.device)))  # a torch.device becomes its name
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "block_size"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            if not _is_a(numbers.Integral, value) or not least <= value <= most:
                 raise ConfigError(f"{name} is {value!r}, but must be an integer from {least} to {most}")
+            object.__setattr__(self, name, int(value))
         if self.num_blocks is not None and self.num_blocks * self.block_size >= 2**31:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks}, but a pool of so many blocks of {self.block_size} tokens does not "
@@ -169,17 +177,20 @@ class EngineConfig:
             raise ConfigError('scheduling_policy is "longest_prefix", but enable_prefix_caching is False')
         parse_dtype(self.dtype)
         utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+        if not _is_a(numbers.Real, utilization) or not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
         space = self.swap_space
-        if isinstance(space, bool) or not isinstance(space, (int, float)) or not 0 <= space <= 2**20:
+        if not _is_a(numbers.Real, space) or not 0 <= space <= 2**20:
             raise ConfigError(f"swap_space is {space!r}, but must be a number of GiB, from 0 to {2**20}")
         target = self.itl_target_ms
-        number = isinstance(target, (int, float)) and not isinstance(target, bool)
-        if target is not None and not (number and 0 < target < 1e9):
+        if target is not None and not (_is_a(numbers.Real, target) and 0 < target < 1e9):
             raise ConfigError(f"itl_target_ms is {target!r}, but must be a positive number of milliseconds, or None")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+        for name in ("gpu_memory_utilization", "swap_space", "itl_target_ms"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value))
+        if not _is_a(numbers.Integral, self.seed) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed!r}, but must be an integer from 0 to 2**64 - 1")
+        object.__setattr__(self, "seed", int(self.seed))
         if self.schedule == "sync" and self.depth not in (None, 1):
             raise ConfigError(f'depth is {self.depth}, but schedule="sync" has one step in flight: leave it out')
         if self.schedule == "async" and self.depth is not None and self.depth < 2:

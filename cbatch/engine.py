@@ -625,6 +625,9 @@ def _forget_engines() -> None:
         engine._lock = threading.RLock()
         engine._changed = threading.Condition(engine._lock)
         engine._closing = True
+        for handle in engine._live.values():
+            for child in handle.children:
+                child.forget(engine._ending())
     _open_engines.clear()
 
 

@@ -273,6 +273,12 @@ class RequestHandle:
         """End it with an error that its consumer will raise; ``aborted`` where the scheduler is to hear of an abort."""
         self._end_now(None, error, aborted=aborted)
 
+    def forget(self, error: CBatchError) -> None:
+        """In a forked child, where nothing comes any more and its lock may be held for ever: whoever waits raises."""
+        self._lock = threading.RLock()
+        if not self.finished:
+            self._error = error
+
     def _end_now(self, finish_reason: str | None, error: CBatchError | None, *, aborted: bool) -> None:
         wakers = Wakers()
         with self._lock:

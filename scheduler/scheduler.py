@@ -227,9 +227,15 @@ class Scheduler:
             self._waiting.bury()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, as when weights have changed. Running sequences go on, and publish no more."""
+        """Forget all cached prefixes, as when weights have changed. Running sequences go on, and publish no more.
+
+        What preempted ones keep in host memory is forgotten too: once back, they would publish it.
+        """
         if self.prefix_cache is None:
             return
+        if self.swap is not None:
+            for waiting in self._waiting.entries():
+                self.swap.drop(waiting)
         for slot in np.flatnonzero(self.tables.epoch).tolist():
             sequence: Sequence = self.tables.sequences[slot]
             sequence.node = sequence.pending = None
@@ -301,11 +307,13 @@ class Scheduler:
 
         Not what was computed of tokens in flight, which are void; and its last known token is computed again in any
         case, for its logits. The step that last writes the blocks has been planned, so the copies come behind it; a
-        fork's own copy has not, if it was in no step.
+        fork's own copy has not, if it was in no step. What was computed before the cache was reset is not kept.
         """
         slot = sequence.slot
         num_tokens = min(int(self.tables.num_computed[slot]), len(sequence.token_ids) - 1)
         if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._forked:
+            return
+        if self.prefix_cache is not None and sequence.node is None:
             return
         blocks = self.block_tables.saved(slot, num_tokens)
         if blocks is not None:

@@ -62,7 +62,7 @@ class WaitingQueue:
             self._num_dead = 0
 
     def entries(self) -> list[Sequence]:
-        """Everyone in here by rank, tombstones included, for ``check``."""
+        """Everyone in here by rank, tombstones included. Walks everything."""
         assert all(a < b for a, b in zip(self._front, self._front[1:], strict=False)), "the front is out of order"
         assert not self._front or not self._heap or self._front[-1] < self._heap[0], "the heap begins before the front"
         return [sequence for _, sequence in self._front + sorted(self._heap)]

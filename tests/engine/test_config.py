@@ -1,5 +1,6 @@
 """Options that no engine can be built with are refused with their value, before anything is loaded or taken."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,3 +64,23 @@ def test_the_largest_number_of_sequences_still_builds():
     with LLM(CountingModel(), max_num_seqs=2**16, num_blocks=10, block_size=4) as llm:
         output = llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2))[0]
         assert output.outputs[0].token_ids == [2, 3]
+
+
+def test_numpys_numbers_are_numbers():
+    """As in SamplingParams. "max_num_seqs is np.int64(4), but must be an integer from 1 to 65536" helped nobody."""
+    counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_queue_size")
+    config = EngineConfig(
+        **dict.fromkeys(counts, np.int64(4)),
+        **dict.fromkeys(("gpu_memory_utilization", "swap_space", "itl_target_ms"), np.float32(0.5)),
+        seed=np.uint64(2**63),
+        depth=np.int8(2),
+    )
+    assert {type(getattr(config, name)) for name in (*counts, "seed", "depth")} == {int}
+    assert type(config.itl_target_ms) is float and config.seed == 2**63
+
+
+@pytest.mark.parametrize("name", ["schedule", "attention", "model_impl", "scheduling_policy", "dtype", "max_num_seqs"])
+@pytest.mark.parametrize("value", [np.array([1, 2]), np.bool_(True), torch.tensor([1, 2]), float("nan")], ids=str)
+def test_what_cannot_even_be_compared_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is .* but must be"):
+        EngineConfig(**{name: value})

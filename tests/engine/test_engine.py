@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from cbatch.errors import (
     PromptTooLongError,
 )
 from cbatch.request import RequestHandle, Wakers
-from cbatch.sampling_params import SamplingParams
+from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
 
@@ -571,20 +572,36 @@ def test_close_from_inside_a_step_does_not_wait_for_itself(counting_engine: Star
 
 
 def test_forked_child_says_that_the_engine_is_closed(counting_engine: Start, device: str) -> None:
-    """No thread of ours runs in a forked child: a request there would wait for ever, and so would its exit."""
+    """No thread of ours runs in a forked child: a request there would wait for ever, and so would its exit.
+
+    So does who waits there for requests of before the fork: each ends as in an engine that was closed.
+    """
     if device == "cuda":
         pytest.skip("CUDA does not survive a fork")
-    engine = counting_engine()
+    model = CountingModel()
+    model.gate.clear()
+    engine = counting_engine(model)
+    running = [engine.submit([1], greedy(3)), engine.submit([1], SamplingParams(n=2, temperature=1.0, max_tokens=3))]
+    running.append(engine.submit_beam_search([1], BeamSearchParams(beam_width=2, max_tokens=3)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads
         pid = os.fork()
     if pid == 0:
-        try:
-            engine.submit([1], greedy())
-        except EngineClosedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        num_closed = 0
+        for wait in (lambda: engine.submit([1], greedy()), *(partial(handle.result, 5) for handle in running)):
+            try:
+                wait()
+            except EngineClosedError:
+                num_closed += 1
+            except BaseException:
+                break
+        for handle in running:
+            handle.abort()
+        engine.close()
+        os._exit(num_closed)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    model.gate.set()
+    assert [tokens(handle) for handle in running[:1]] == [counted(1, 3)]
     assert tokens(engine.submit([1], greedy(2))) == [2, 3]
 
 

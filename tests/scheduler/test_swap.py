@@ -186,3 +186,21 @@ def test_who_pauses_comes_back_to_its_pause(depth: int, options: dict[str, Any])
     driver.scheduler.abort(beam)
     driver.run()
     assert space(driver).num_free == 40
+
+
+@pytest.mark.parametrize("reset_first", [False, True], ids=["preempted, then reset", "reset, then preempted"])
+def test_what_old_weights_have_made_does_not_come_back_into_the_cache(reset_first: bool) -> None:
+    """Host memory outlived a reset: who came back from there published its old keys, for prompts submitted since."""
+    driver = swapping(prefix_caching=True)
+    sequence = decode(driver, PROMPT, 5)
+    if reset_first:
+        driver.scheduler.reset_prefix_cache()
+    driver.scheduler._preempt(sequence)
+    if not reset_first:
+        assert sequence.swapped is not None
+        driver.scheduler.reset_prefix_cache()
+    driver.scheduler.check()
+    assert sequence.swapped is None and space(driver).num_free == 40
+    driver.run()
+    assert space(driver).num_blocks_in == 0
+    assert sequence.payload.tokens == solo(PROMPT, 60)  # type: ignore[attr-defined]
