@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from cbatch.models.demo import ensure_demo_model
+
+
+def pytest_configure() -> None:
+    """In the background of a shell, Ctrl-C is ignored, and our children would inherit that: its tests then hang."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
