@@ -205,7 +205,7 @@ class Limits:
         """Where a request ranks: no number but 0 where nobody heeds it."""
         who = _name(request_id)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
-        if not whole or abs(priority) > MAX_PRIORITY:
+        if not whole or abs(int(priority)) > MAX_PRIORITY:  # numpy's least int64 has itself for absolute value
             raise InvalidRequestError(
                 f"{who}: priority is {_short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )

@@ -599,8 +599,9 @@ def test_forked_child_says_that_the_engine_is_closed(counting_engine: Start, dev
             handle.abort()
         engine.close()
         os._exit(num_closed)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    status = os.waitpid(pid, 0)[1]
     model.gate.set()
+    assert os.waitstatus_to_exitcode(status) == 4
     assert [tokens(handle) for handle in running[:1]] == [counted(1, 3)]
     assert tokens(engine.submit([1], greedy(2))) == [2, 3]
 
