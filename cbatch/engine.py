@@ -514,15 +514,17 @@ class Engine:
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
         ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
         prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
-        hold a prefix. ``num_blocks_out`` went to the ``swap_space`` since the start, ``num_blocks_in`` came back.
+        hold a prefix. ``num_preemptions``, and the ``num_blocks_out`` that went to the ``swap_space`` and
+        ``num_blocks_in`` that came back, count since the start. Of a closed engine nothing runs or waits.
         """
-        scheduler = self.scheduler
+        scheduler, lives = self.scheduler, self._thread.is_alive()
+        num_new = sum(order == "add" for order, _ in list(self._inbox))
         return {
             "schedule": self.config.schedule,
             "device": self.config.device,
             "steps": self._clock.num_steps,
-            "num_running": scheduler.num_running,
-            "num_waiting": scheduler.num_waiting + sum(order == "add" for order, _ in list(self._inbox)),
+            "num_running": scheduler.num_running if lives else 0,
+            "num_waiting": scheduler.num_waiting + num_new if lives else 0,
             "num_preemptions": scheduler.num_preemptions,
             "num_blocks_out": scheduler.swap.num_blocks_out if scheduler.swap else 0,
             "num_blocks_in": scheduler.swap.num_blocks_in if scheduler.swap else 0,

@@ -571,6 +571,24 @@ def test_close_from_inside_a_step_does_not_wait_for_itself(counting_engine: Star
         engine.submit([1], greedy(100)).result(10)
 
 
+def test_a_closed_engine_has_nobody_running_or_waiting(counting_engine: Start) -> None:
+    """Its figures still showed who had run and waited when it was closed."""
+    model = CountingModel()
+    model.gate.clear()
+    engine = counting_engine(model, max_num_seqs=2)
+    handles = [engine.submit([i], greedy(50)) for i in range(6)]
+    while engine.stats()["num_running"] < 2:
+        time.sleep(0.01)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    model.gate.set()
+    closing.join(10)
+    with pytest.raises(EngineClosedError):
+        handles[-1].result(5)
+    stats = engine.stats()
+    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+
+
 def test_forked_child_says_that_the_engine_is_closed(counting_engine: Start, device: str) -> None:
     """No thread of ours runs in a forked child: a request there would wait for ever, and so would its exit.
 
