@@ -156,7 +156,8 @@ class SamplingParams:
     seed: int | None = _field(
         None,
         "64 bits, signed; None or -1 for a fresh one",
-        "The same seed draws the same tokens in any batch, on either schedule and after a preemption.",
+        "The same seed draws the same tokens from the same logits, in any batch, on either schedule and after a "
+        "preemption. In 16 bits, logits can differ by rounding between batches of other sizes.",
     )
     max_tokens: int | None = _field(
         16, "at least 1; None for as many as fit", "Most tokens of an answer. `max_model_len` is a limit, too."
