@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=20_000, help="new tokens of those, more than they need")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the undisturbed window")
     parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--itl-target-ms", type=float, default=12.25, help="of the engine; 0: none")
+    parser.add_argument("--itl-target-ms", type=float, default=12.0, help="of the engine; 0: none")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)
