@@ -7,8 +7,8 @@ Random bf16 weights, greedy, prompts of random ids. One engine a shape and sched
 after the other, with room for the longest context and 2,048 tokens more. For each, a window of steps in which exactly
 so many requests decode: first timed by the engine's own events, then recorded by the CUDA profiler for
 ``activity_cupti_pct`` and what a step launches. The roofline share is (weight bytes + KV bytes of the live context)
-over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches 32
-and 33 are both there, so is the ratio of their steps. The last line is JSON.
+over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches n
+and n + 1 are both there, so is the ratio of their steps. The last line is JSON.
 
 ``--sampling one-grammar`` and ``one-processor`` are greedy batches in which one request has a JSON schema (which needs
 llguidance; the tokens are made up) or a logits processor: what the others pay for it is a step's time over that of
@@ -46,6 +46,7 @@ from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
 
 ROOM = 2048  # tokens that a request may grow while others are still at their prompts, and in its window
+SETTLE = 100  # steps between the prompts and the window: prompts heat the GPU, which then lowers its clocks for a while
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
 SAMPLING = {
     "greedy": GREEDY,
@@ -154,9 +155,11 @@ def measure(
     rest = SAMPLING.get(sampling, GREEDY)
     params = [ONE_ROW.get(sampling, rest), *[rest] * (batch - 1)]
     preemptions = engine.stats()["num_preemptions"]
-    prompts = random_prompts(batch, context - 32, model.vocab_size, 0)
+    input_len = max(1, context - 32 - SETTLE)
+    prompts = random_prompts(batch, input_len, model.vocab_size, 0)
     handles = [engine.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     decoding(engine, handles)
+    steps_from_now(engine, SETTLE)
     engine.reset_stats()
     first = engine.stats()["num_output_tokens"]
     begin = time.perf_counter()
@@ -164,7 +167,7 @@ def measure(
     stats = engine.stats()
     seconds = time.perf_counter() - begin
     generated = sum(len(h._token_ids) for h in handles) / len(handles)
-    mean_context = context - 32 + generated - stats["steps"] / 2
+    mean_context = input_len + generated - stats["steps"] / 2
     profiled = profile(engine, args.profiled_steps) if args.profiled_steps else {}
     after = engine.stats()
     for handle in handles:
@@ -225,7 +228,7 @@ def windows(model: Any, schedule: str, args: argparse.Namespace, bandwidth: floa
 
 
 def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the 33rd request costs: the step at 33 over the step at 32, wherever both were measured."""
+    """What one request more costs: the step at n + 1 over the step at n, wherever both were measured."""
     step_ms = {
         (run["model"], run["schedule"], run["context"], run["num_requests"]): run["ms_per_step_p50"]
         for run in runs
@@ -233,11 +236,9 @@ def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     }
     found = []
     for (model, schedule, context, batch), ms in step_ms.items():
-        if batch == 33 and (beside := step_ms.get((model, schedule, context, 32))):
-            found.append({"model": model, "schedule": schedule, "context": context, "step_33_over_32": ms / beside})
-            print(
-                f"{model:14} context {context:5} {schedule:5} step of 33 over step of 32: {ms / beside:.3f}", flush=True
-            )
+        if more := step_ms.get((model, schedule, context, batch + 1)):
+            found.append({"model": model, "schedule": schedule, "context": context, "batch": batch, "ratio": more / ms})
+            print(f"{model:14} context {context:5} {schedule:5} {batch + 1} over {batch}: {more / ms:.3f}", flush=True)
     return found
 
 

@@ -92,7 +92,7 @@ def plan_decode_kernel(
     The longest row is cut into 1, 2, ... MAX_SPLITS, the others into splits as long as its; what should end first is
     taken, of all that the extras suffice for. Time is counted in tiles that the bandwidth is shared for: all of them,
     and what is lost while the last wave has too few programs to use it, but no less than a split takes alone; and one
-    for each extra. All splits of a row have one length but the last.
+    for each extra. A row of padding ends at once, and is of no wave. All splits of a row have one length but the last.
     """
     if PDL:
         gdc_wait()
@@ -100,22 +100,18 @@ def plan_decode_kernel(
     longest = 1
     num_decodes = 0
     for base in range(0, num_rows, ROWS):
-        decodes, _, _, _, tiles = _decode_rows(
-            base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
-        )
+        _, _, _, _, tiles = _decode_rows(base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW)
         all_tiles += tl.sum(tiles)
         longest = tl.maximum(longest, tl.max(tiles))
-        num_decodes += tl.sum(decodes.to(tl.int32))
+        num_decodes += tl.sum((tiles > 0).to(tl.int32))
     if PDL:
         gdc_launch_dependents()
     lengths = tl.maximum(tl.cdiv(longest, tl.arange(0, MAX_SPLITS) + 1), min_split_tiles)  # of a split, in tiles
     items = tl.zeros_like(lengths)
     for base in range(0, num_rows, ROWS):
-        decodes, _, _, _, tiles = _decode_rows(
-            base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW
-        )
-        splits = tl.maximum((tiles[None, :] + lengths[:, None] - 1) // lengths[:, None], 1)
-        items += tl.sum(tl.where(decodes[None, :], tl.minimum(splits, MAX_SPLITS), 0), 1)
+        _, _, _, _, tiles = _decode_rows(base, num_rows, cu_seqlens_q, context_lens, window, BLOCK_N, MIXED, HAS_WINDOW)
+        splits = (tiles[None, :] + lengths[:, None] - 1) // lengths[:, None]
+        items += tl.sum(tl.minimum(splits, MAX_SPLITS), 1)
     beyond = items - num_decodes
     last_wave = (items - 1) % num_places + 1
     cost = all_tiles + lengths * tl.maximum(num_busy - last_wave, 0)
