@@ -31,6 +31,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -479,7 +480,7 @@ def plot(runs: list[dict[str, Any]], out: Path) -> None:
         axis.margins(y=0.15)
         axis.set_ylabel("tokens/s")
         axis.set_title(f"{shape}, batch {batch}", loc="left", fontsize=10)
-        titles = [RUNGS[name].title.replace(", ", ",\n") for name in rungs]
+        titles = [textwrap.fill(RUNGS[name].title, 14) for name in rungs]
         axis.set_xticks(range(len(rungs)), titles, fontsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(fontsize=8, frameon=False)
