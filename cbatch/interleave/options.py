@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +85,13 @@ def resolve(
     Raises InvalidRequestError with the value and the limit.
     """
 
-    def given(name: str, default: Any) -> Any:
-        value = getattr(generation_config, name, None)
-        return default if value is None else value
+    def said(name: str, value: Any, default: Any) -> tuple[str, Any]:
+        """A value, behind its name and where it comes from, for an error."""
+        if value is None and (value := getattr(generation_config, name, None)) is not None:
+            return f"{name} of the model's generation_config", value
+        return name, default if value is None else value
 
-    num_beams = given("num_beams", 1) if num_beams is None else num_beams
-    _integer("num_beams", num_beams, 1)
+    num_beams = _integer(*said("num_beams", num_beams, 1), 1)
 
     asked = {
         name: value
@@ -98,19 +99,19 @@ def resolve(
         if value is not None
     }
     if do_sample is None:
-        do_sample = bool(asked) or bool(given("do_sample", False))
+        do_sample = bool(asked) or bool(said("do_sample", None, False)[1])
     elif not isinstance(do_sample, bool):
         raise InvalidRequestError(f"do_sample is {do_sample!r}, but must be True, False or None")
     if asked and not do_sample:
         wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise InvalidRequestError(f"{wish} with do_sample=False: without sampling it would change nothing")
-    temperature = given("temperature", 1.0) if temperature is None else temperature
-    top_k = given("top_k", _TOP_K) if top_k is None else top_k
-    top_p = given("top_p", 1.0) if top_p is None else top_p
     if do_sample:
-        _number("temperature", temperature, above=_COLDEST, hint="; do_sample=False is greedy")
-        _integer("top_k", top_k, 0)
-        _number("top_p", top_p, above=0.0, most=1.0)
+        hint = "; do_sample=False is greedy"
+        temperature = _number(*said("temperature", temperature, 1.0), above=_COLDEST, hint=hint)
+        top_k = _integer(*said("top_k", top_k, _TOP_K), 0)
+        top_p = _number(*said("top_p", top_p, 1.0), above=0.0, most=1.0)
+    else:
+        temperature, top_k, top_p = 1.0, 0, 1.0
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
         value = getattr(generation_config, name, None)
         if value is not None and value != neutral:
@@ -119,32 +120,25 @@ def resolve(
                 f"{neutral!r} in model.generation_config"
             )
 
-    length_penalty = given("length_penalty", 1.0) if length_penalty is None else length_penalty
-    _number("length_penalty", length_penalty)
-    early_stopping = given("early_stopping", False) if early_stopping is None else early_stopping
+    length_penalty = _number(*said("length_penalty", length_penalty, 1.0))
+    name, early_stopping = said("early_stopping", early_stopping, False)
     if not (isinstance(early_stopping, bool) or early_stopping == "never"):
-        raise InvalidRequestError(f"early_stopping is {early_stopping!r}, but must be True, False or 'never'")
+        raise InvalidRequestError(f"{name} is {early_stopping!r}, but must be True, False or 'never'")
 
-    eos = given("eos_token_id", ()) if eos_token_id is None else eos_token_id
+    name, eos = said("eos_token_id", eos_token_id, ())
     eos = eos if isinstance(eos, Sequence) and not isinstance(eos, (str, bytes)) else [eos]
-    for token in eos:
-        _token("eos_token_id", token, vocab_size)
-    eos_ids = tuple(dict.fromkeys(eos))
-    if pad_token_id is None:
-        pad_token_id = given("pad_token_id", None)
-    if pad_token_id is None and eos_ids:
-        pad_token_id = eos_ids[0]
-    if pad_token_id is not None:
-        _token("pad_token_id", pad_token_id, vocab_size)
+    eos_ids = tuple(dict.fromkeys(_token(name, token, vocab_size) for token in eos))
+    name, pad = said("pad_token_id", pad_token_id, eos_ids[0] if eos_ids else None)
+    pad_token_id = None if pad is None else _token(name, pad, vocab_size)
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
     return Choice(
         do_sample,
-        float(temperature) if do_sample else 1.0,
-        top_k if do_sample else 0,
-        float(top_p) if do_sample else 1.0,
+        temperature,
+        top_k,
+        top_p,
         num_beams,
-        float(length_penalty),
+        length_penalty,
         early_stopping,
         eos_ids,
         pad_token_id,
@@ -156,36 +150,46 @@ def token_limit(generation_config: Any, max_new_tokens: int | None, prompt_len: 
 
     Raises InvalidRequestError, and PromptTooLongError where ``max_length`` leaves none.
     """
+    name = "max_new_tokens"
     if max_new_tokens is None:
-        max_new_tokens = getattr(generation_config, "max_new_tokens", None)
+        max_new_tokens = getattr(generation_config, name, None)
+        name = f"{name} of the model's generation_config"
     max_length = getattr(generation_config, "max_length", None)
     if max_new_tokens is None and max_length is not None:
-        _integer("max_length of the model's generation_config", max_length, 1)
+        max_length = _integer("max_length of the model's generation_config", max_length, 1)
         if prompt_len >= max_length:
             raise PromptTooLongError(
                 f"a prompt of {prompt_len} tokens, but the model's generation_config has max_length={max_length}: "
                 "give max_new_tokens"
             )
         return max_length - prompt_len
-    max_new_tokens = _NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    _integer("max_new_tokens", max_new_tokens, 1)
-    return max_new_tokens
+    return _integer(name, _NEW_TOKENS if max_new_tokens is None else max_new_tokens, 1)
 
 
-def _integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+# ---- one check a kind: takes a name and a value, gives back a plain number; numpy's are fine, as in SamplingParams
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number of at least {least}")
+    return int(value)
 
 
-def _number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf, hint: str = "") -> None:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if not real or not above < value <= most:
+def _number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf, hint: str = "") -> float:
+    try:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        number = float(value) if real else math.nan
+    except OverflowError:  # a whole number that no float holds
+        number = math.inf
+    if not (math.isfinite(number) and above < number <= most):
         limits = [f"above {above:g}"] if above > -math.inf else []
         limits += [f"at most {most:g}"] if most < math.inf else []
         limit = " and ".join(limits) or "finite"
         raise InvalidRequestError(f"{name} is {value!r}, but must be a number, {limit}{hint}")
+    return number
 
 
-def _token(name: str, value: Any, vocab_size: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+def _token(name: str, value: Any, vocab_size: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < vocab_size:
         raise InvalidRequestError(f"{name} is {value!r}, but tokens are whole numbers from 0 to {vocab_size - 1}")
+    return int(value)

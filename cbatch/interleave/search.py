@@ -120,7 +120,8 @@ class Beams(_State):
         self._num_candidates = max(2, 1 + len(choice.eos_token_ids)) * beams
         self._fill = (choice.pad_token_id or choice.eos_token_ids[0]) if choice.eos_token_ids else -1
         self._running = torch.empty(batch_size, beams, num_steps, dtype=torch.int64, device=device)
-        self._running_scores = torch.empty(batch_size, beams, device=device)
+        # Not torch's default dtype, which is the caller's: in bfloat16, near scores would become equal ones.
+        self._running_scores = torch.empty(batch_size, beams, dtype=torch.float32, device=device)
         self._best = torch.empty_like(self._running)
         self._best_scores = torch.empty_like(self._running_scores)
         self._best_lens = torch.empty(batch_size, beams, dtype=torch.int64, device=device)

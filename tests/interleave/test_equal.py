@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -70,6 +71,37 @@ def test_beams_with_every_way_to_stop(tiny: Make, device: str, early_stopping: A
     how = {"early_stopping": early_stopping, "length_penalty": length_penalty}
     for beams in (2, 4):
         check_equal(generator, ids, mask, count=12, num_beams=beams, **ends, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_callers_default_dtype_is_not_that_of_the_scores(tiny: Make, device: str, dtype: torch.dtype) -> None:
+    """A notebook that had loaded a model in bfloat16 by ``set_default_dtype``: sums of beams were rounded to it, and
+    other beams won. In float16 -1e9 does not exist, and the call ended in an error."""
+    generator = InterleavedGenerator(tiny("gpt2", device))
+    ids, mask = prompts(device)
+    options: dict[str, Any] = {"eos_token_id": list(range(3, 100, 9)), "pad_token_id": 0}
+    before = torch.get_default_dtype()
+    right = [expected(generator.model, ids, mask, 20, num_beams=beams, **options).tolist() for beams in (2, 3, 4, 6)]
+    torch.set_default_dtype(dtype)
+    try:
+        tokens = [generator.generate(ids, mask, 20, num_beams=beams, **options) for beams in (2, 3, 4, 6)]
+    finally:
+        torch.set_default_dtype(before)
+    assert [rows.tolist() for rows in tokens if isinstance(rows, torch.Tensor)] == right
+
+
+def test_numbers_of_numpy_are_numbers(tiny: Make, device: str) -> None:
+    """As in ``SamplingParams``. "max_new_tokens is np.int64(3), but must be a whole number" is no help."""
+    generator = InterleavedGenerator(tiny("llama", device))
+    ids, mask = prompts(device)
+    check_equal(generator, ids, mask, np.int64(6), num_beams=np.int32(2), length_penalty=np.float32(0.5))  # type: ignore[arg-type]
+    check_equal(generator, ids, mask, 6, eos_token_id=[np.int64(7), np.int16(8)], pad_token_id=np.uint8(1))
+    warm: Any = {"temperature": np.float16(0.5), "top_k": np.int8(5), "top_p": np.float32(0.9)}
+    torch.manual_seed(3)
+    tokens = generator.generate(ids, mask, 6, **warm)
+    torch.manual_seed(3)
+    plain = {name: value.item() for name, value in warm.items()}
+    assert torch.equal(tokens, generator.generate(ids, mask, 6, **plain))  # type: ignore[arg-type]
 
 
 def test_the_models_generation_config_decides_what_a_call_leaves_out(tiny: Make, device: str) -> None:
