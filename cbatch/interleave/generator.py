@@ -78,7 +78,7 @@ class InterleavedGenerator:
         on_gpu = self._device.type == "cuda"
         if compile == "cudagraphs" and not on_gpu:
             raise ConfigError(f"compile='cudagraphs' needs a CUDA device, but the model is on {self._device}")
-        self.model, self.tokenizer = model, tokenizer
+        self._model, self.tokenizer = model, tokenizer
         self.num_streams, self.compile, self.cache = num_streams, compile, cache
         self.num_lanes = num_streams if on_gpu else 1
         if self.num_lanes < num_streams:
@@ -89,6 +89,11 @@ class InterleavedGenerator:
         self._captured: tuple[tuple[Any, ...], Decoding] | None = None  # by choice, batch size and weights
         self._busy = threading.Lock()
         probe(model, cache)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model. Another one needs another generator: what was compiled or captured is of this one."""
+        return self._model
 
     @torch.inference_mode(False)  # or a graph captured within the caller's inference mode would fail outside of it
     @torch.no_grad()
@@ -302,7 +307,8 @@ def _checked(model: Any) -> torch.device:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}, but must be a PreTrainedModel of transformers (give the model "
-            "itself, and compile=True, rather than what torch.compile made of it)"
+            "itself, and compile=True, rather than what torch.compile made of it; of a PeftModel with LoRA what "
+            "get_base_model() gives, which has the adapters in it)"
         )
     name = type(model).__name__
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -312,8 +318,8 @@ def _checked(model: Any) -> torch.device:
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if "chunked_attention" in kinds:  # of which transformers' create_masks_for_generate fails to make the mask
         raise UnsupportedModelError(f"{name} attends within chunks, whose masks cannot be made ahead of a step")
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or (device := devices.pop()).type not in ("cuda", "cpu"):
+    devices = list({parameter.device for parameter in model.parameters()})
+    if len(devices) != 1 or devices[0].type not in ("cuda", "cpu"):
         raise UnsupportedModelError(f"{name} is not on one CUDA device or the CPU, but on {sorted(map(str, devices))}")
     try:
         layers = static_cache(model.config, 1).layers
@@ -322,7 +328,7 @@ def _checked(model: Any) -> torch.device:
     for layer in layers:
         if type(layer) is not StaticLayer:
             raise UnsupportedModelError(f"{name} has layers with a {type(layer).__name__}, which are not attention")
-    return device
+    return devices[0]
 
 
 def _in_evaluation(model: PreTrainedModel) -> None:

@@ -213,5 +213,38 @@ def test_a_static_cache_within_autocast_is_refused(tiny: Make) -> None:
     assert made.generate(IDS, max_new_tokens=2).shape == (2, 4)
 
 
+def test_a_refusal_says_where_a_value_comes_from(tiny: Make) -> None:
+    """A small vocabulary with the stop token of GPT-2's config: "eos_token_id is 50256" in a call that named none."""
+    model = tiny("gpt2")
+    before = model.generation_config
+    made = InterleavedGenerator(model)
+    try:
+        for options, says in (
+            ({"eos_token_id": 50256}, "eos_token_id of the model's generation_config is 50256, but tokens are"),
+            ({"pad_token_id": -1}, "pad_token_id of the model's generation_config is -1"),
+            ({"do_sample": True, "temperature": 0.0}, "temperature of the model's generation_config is 0.0"),
+        ):
+            model.generation_config = type(before)(**options)
+            with pytest.raises(InvalidRequestError, match=says):
+                made.generate(IDS, max_new_tokens=2)
+            assert made.generate(IDS, None, 2, eos_token_id=[], pad_token_id=0, do_sample=False).shape == (2, 4)
+    finally:
+        model.generation_config = before
+
+
+def test_where_a_model_is_that_is_on_no_device_for_it() -> None:
+    """It said "on []": the one device had been taken out of the set before it was written."""
+    model: Any = make_tiny("gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"but on \['meta'\]"):
+        InterleavedGenerator(model.to("meta"))
+
+
+def test_another_model_is_another_generator(tiny: Make) -> None:
+    """A model that was put in place of the first computed prompts, and steps went on with the first."""
+    made = InterleavedGenerator(tiny("gpt2"))
+    with pytest.raises(AttributeError):
+        made.model = make_tiny("gpt2")  # type: ignore[misc]
+
+
 def test_every_refusal_is_one_error_to_catch() -> None:
     assert issubclass(ConfigError, CBatchError) and issubclass(PromptTooLongError, InvalidRequestError)
