@@ -18,8 +18,15 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, after every result")
+    parser.add_argument("--json", type=_in_a_folder, metavar="FILE", help="write the figures here, after every result")
     return parser
+
+
+def _in_a_folder(text: str) -> Path:
+    """Said at once, and not after minutes, when the first figures are to be written."""
+    if not (path := Path(text)).parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is no file in a folder that is there")
+    return path
 
 
 def needs_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:

@@ -74,6 +74,12 @@ ORDER += ["compile-static", "interleaved", "one-stream", "compile-dynamic"]
 FEWER = ["engine", "static", "graphs", "compile-static", "interleaved", "one-stream"]
 
 
+def shape_name(shape: str) -> str:
+    """A config file that is called as all of them are is known by its folder."""
+    path = Path(shape).absolute()
+    return path.parent.name if path.name == "config.json" else path.name
+
+
 @dataclass
 class Bench:
     """What the rungs of one shape share."""
@@ -95,9 +101,8 @@ class Bench:
 
     @functools.cached_property
     def stop(self) -> int:
-        eos = self.config.eos_token_id
-        eos = eos[0] if isinstance(eos, list) else eos
-        return eos if eos is not None and eos < self.config.vocab_size else self.config.vocab_size - 1
+        eos, last = self.config.eos_token_id, self.config.vocab_size - 1
+        return next((token for token in (eos if isinstance(eos, list) else [eos]) if token in range(last)), last)
 
     @functools.cached_property
     def model(self) -> Any:
@@ -297,7 +302,7 @@ def key(bench: Bench, name: str, batch: int, count: int) -> dict[str, Any]:
     """What tells runs apart."""
     dtype = str(bench.dtype).removeprefix("torch.")
     return {
-        "shape": Path(bench.shape).name,
+        "shape": shape_name(bench.shape),
         "rung": name,
         "batch": batch,
         "new_tokens": count,
@@ -307,7 +312,8 @@ def key(bench: Bench, name: str, batch: int, count: int) -> dict[str, Any]:
     }
 
 
-KEY = ("shape", "rung", "batch", "new_tokens", "input_len", "dtype", "device")
+TABLE = ("shape", "batch", "input_len", "dtype", "device")
+KEY = (*TABLE, "rung", "new_tokens")
 
 
 def merged(report: dict[str, Any], run: dict[str, Any]) -> None:
@@ -332,6 +338,9 @@ def in_a_process_of_its_own(args: argparse.Namespace, shape: str, seconds: float
         done = subprocess.run(command, env=variables, stdout=subprocess.DEVNULL)  # its errors are ours
         if done.returncode:
             sys.exit(f"the process with {EXPANDABLE} ended with {done.returncode}")
+        if not file.exists():
+            print("expandable: left out, --seconds was over before its first run", flush=True)
+            return []
         runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"]
         return runs
 
@@ -365,6 +374,14 @@ def _case(run: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(run[name] for name in KEY if name != "rung")
 
 
+def tables(runs: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The runs that may stand side by side, behind their title: alike in all but rung and number of tokens."""
+    for case in dict.fromkeys(tuple(run[name] for name in TABLE) for run in runs):
+        shape, batch, input_len, dtype, device = case
+        title = f"{shape}, batch {batch}, {input_len} tokens in, {dtype}" + (", on the CPU" if device == "cpu" else "")
+        yield title, [run for run in runs if tuple(run[name] for name in TABLE) == case]
+
+
 def line(run: dict[str, Any]) -> str:
     memory = (
         f" peak {run['peak_mib']:6.0f} MiB reserved {run['reserved_mib']:6.0f} fragmentation "
@@ -383,15 +400,13 @@ MEMORY = ("peak_mib", "reserved_mib", "fragmentation_mib")
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:
-    """A table for each shape and batch: a row a rung, a column a number of tokens."""
+    """A table for each shape and batch, prompt, dtype and device: a row a rung, a column a number of tokens."""
     ups = speed_ups(runs)
     parts = []
-    for shape, batch in dict.fromkeys((run["shape"], run["batch"]) for run in runs):
-        chosen = [run for run in runs if (run["shape"], run["batch"]) == (shape, batch)]
+    for title, chosen in tables(runs):
         counts = sorted({run["new_tokens"] for run in chosen})
         lines = [
-            f"{shape}, batch {batch}, {chosen[0]['input_len']} tokens in, {chosen[0]['dtype']}; tokens/s and times the "
-            "first rung:",
+            f"{title}; tokens/s and times the first rung:",
             "",
             "| rung | "
             + " | ".join(f"{count} tokens" for count in counts)
@@ -414,8 +429,8 @@ def markdown(runs: list[dict[str, Any]]) -> str:
             memory = [f"{last[name]:,.0f}" if name in last else "" for name in MEMORY]
             first = f"{last['first_s']:.1f}" if "first_s" in last else ""
             active = f"{last['activity_pct']:.1f}%" if "activity_pct" in last else ""
-            title = f"*beside: {rung.title}*" if rung.beside else rung.title
-            lines.append("| " + " | ".join([title, *cells, first, active, *memory]) + " |")
+            label = f"*beside: {rung.title}*" if rung.beside else rung.title
+            lines.append("| " + " | ".join([label, *cells, first, active, *memory]) + " |")
         parts.append("\n".join([*lines, *worth(chosen)]) + "\n")
     return "\n".join(parts)
 
@@ -445,22 +460,21 @@ def worth(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(runs: list[dict[str, Any]], out: Path) -> None:
-    """A panel for each shape and batch: tokens/s by rung, a bar a number of tokens, times the first rung on top.
+    """A panel for each table: tokens/s by rung, a bar a number of tokens, times the first rung on top.
 
-    What stands beside the ladder is grey.
+    What stands beside the ladder is grey. A number of tokens has one shade in all panels, which the legend tells.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    ups = speed_ups(runs)
-    panels = list(dict.fromkeys((run["shape"], run["batch"]) for run in runs))
+    ups, panels = speed_ups(runs), list(tables(runs))
+    all_counts = sorted({run["new_tokens"] for run in runs})
+    shades = {count: 0.35 + 0.6 * (i + 1) / len(all_counts) for i, count in enumerate(all_counts)}
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(11, 3.4 * len(panels)), squeeze=False, layout="constrained")
-    for axis, (shape, batch) in zip(axes[:, 0], panels, strict=True):
-        chosen = {
-            (run["rung"], run["new_tokens"]): run for run in runs if (run["shape"], run["batch"]) == (shape, batch)
-        }
+    for axis, (title, of_panel) in zip(axes[:, 0], panels, strict=True):
+        chosen = {(run["rung"], run["new_tokens"]): run for run in of_panel}
         counts = sorted({count for _, count in chosen})
         rungs = [name for name in RUNGS if any(rung == name for rung, _ in chosen)]
         width = 0.8 / len(counts)
@@ -468,21 +482,21 @@ def plot(runs: list[dict[str, Any]], out: Path) -> None:
             present = [(x, chosen[name, count]) for x, name in enumerate(rungs) if (name, count) in chosen]
             places = [x + (i - (len(counts) - 1) / 2) * width for x, _ in present]
             heights = [run["tokens_per_s"] for _, run in present]
-            shade = 0.35 + 0.6 * (i + 1) / len(counts)
-            blue, grey = (pyplot.get_cmap(name)(shade) for name in ("Blues", "Greys"))
+            blue, grey = (pyplot.get_cmap(name)(shades[count]) for name in ("Blues", "Greys"))
             colors = [grey if RUNGS[run["rung"]].beside else blue for _, run in present]
             bars = axis.bar(places, heights, width, color=colors)
-            axis.bar(0, 0, color=blue, label=f"{count} new tokens")  # for the legend
             if count == max(counts):
                 texts = [f"×{up:.1f}" if (up := ups.get((*_case(run), run["rung"]))) else "" for _, run in present]
                 axis.bar_label(bars, texts, fontsize=8)
         axis.set_yscale("log")
         axis.margins(y=0.15)
         axis.set_ylabel("tokens/s")
-        axis.set_title(f"{shape}, batch {batch}", loc="left", fontsize=10)
+        axis.set_title(title, loc="left", fontsize=10)
         titles = [textwrap.fill(RUNGS[name].title, 14) for name in rungs]
         axis.set_xticks(range(len(rungs)), titles, fontsize=7)
         axis.spines[["top", "right"]].set_visible(False)
+    for count in all_counts:
+        axes[0, 0].bar(0, 0, color=pyplot.get_cmap("Blues")(shades[count]), label=f"{count} new tokens")
     axes[0, 0].legend(fontsize=8, frameon=False)
     figure.savefig(out, dpi=130)
     pyplot.close(figure)
@@ -494,6 +508,41 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    if not (value := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{value} is no number of seconds")
+    return value
+
+
+def read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
+    """A file that this benchmark wrote. Ends in a line where it is none."""
+    try:
+        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for run in report["runs"]:
+            if run["rung"] not in RUNGS or not run["tokens_per_s"] > 0 or not run.keys() >= set(KEY):
+                raise ValueError(f"a run is {run}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"{file} is no file with runs of the ladder: {error!r:.100}")
+    return report
+
+
+def read_to_show(parser: argparse.ArgumentParser, file: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = read(parser, file)["runs"]
+    return runs or parser.error(f"{file} is no file with runs of the ladder: it has none")
+
+
+def check_shapes(parser: argparse.ArgumentParser, shapes: list[str]) -> None:
+    """Before anything is measured: each is there, and their runs can be told apart."""
+    from cbatch.models.loader import shape_names
+
+    names: dict[str, str] = {}
+    for shape in shapes:
+        if shape not in shape_names() and not os.path.exists(shape):
+            parser.error(f"{shape} is no folder, no config file, and none of the shapes {', '.join(shape_names())}")
+        if names.setdefault(shape_name(shape), shape) != shape:
+            parser.error(f"{names[shape_name(shape)]} and {shape} would both be named {shape_name(shape)}")
+
+
 def main() -> None:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["gpt2-shape"], help="shapes, folders or config files")
@@ -501,36 +550,40 @@ def main() -> None:
     parser.add_argument("--new-tokens", nargs="+", type=_positive, help="tokens a row (50 100 200 400; others: 200)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, help="(all; other shapes: those from StaticCache on)")
     parser.add_argument("--input-len", type=_positive, default=32, help="tokens of each prompt")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out what begins later")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", help="(bfloat16; float32 on the CPU)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print the table of a JSON; measures nothing")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a JSON; measures nothing")
+    parser.add_argument("--seconds", type=_seconds, default=float("inf"), help="leave out what begins later")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; float32 on the CPU)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--markdown", type=Path, metavar="FILE", help="print the table of a JSON; measures nothing")
+    shown.add_argument("--plot", type=Path, metavar="FILE", help="draw a JSON; measures nothing")
     parser.add_argument("--out", type=Path, help="the picture, .png or .svg (beside the JSON, .png)")
     args = parser.parse_args()
-    for file in (args.markdown, args.plot):
-        if file is not None and not (file.is_file() and json.loads(file.read_text(encoding="utf-8"))["runs"]):
-            parser.error(f"{file} is no file with runs")
+    if args.out is not None and args.plot is None:
+        parser.error("--out is for --plot")
     if args.markdown is not None:
-        print(markdown(json.loads(args.markdown.read_text(encoding="utf-8"))["runs"]), end="")
+        print(markdown(read_to_show(parser, args.markdown)), end="")
         return
     if args.plot is not None:
         out = args.out or args.plot.with_suffix(".png")
         try:
-            plot(json.loads(args.plot.read_text(encoding="utf-8"))["runs"], out)
+            plot(read_to_show(parser, args.plot), out)
         except ModuleNotFoundError as error:
             parser.exit(1, f"{parser.prog}: {error}; the picture needs the extra: pip install 'cbatch[plot]'\n")
+        except (OSError, ValueError) as error:  # no such folder, no such kind of picture
+            parser.error(f"{out} cannot be drawn: {error}")
         print(out)
         return
     needs_gpu(parser, args.device)
+    check_shapes(parser, args.shapes)
     start, given = time.monotonic(), (args.batches, args.new_tokens, args.rungs)
     from cbatch.bench import environment
+    from cbatch.models.config_facts import max_positions
 
     device = torch.device(args.device)
     report: dict[str, Any] = {"environment": environment(device), "runs": []}
     if args.json is not None and args.json.exists():
-        report = json.loads(args.json.read_text(encoding="utf-8"))
-        was, now = report["environment"], environment(device)
+        report = read(parser, args.json)
+        was, now = report.get("environment", {}), environment(device)
         if different := [name for name in ("torch", "transformers", "device_name") if was.get(name) != now.get(name)]:
             parser.error(f"{args.json} holds runs with other {', '.join(different)}: give another --json")
 
@@ -543,12 +596,14 @@ def main() -> None:
     if own_process:
         check_allocator()
     for shape in args.shapes:
-        whole = Path(shape).name.startswith("gpt2") or given[2] is not None
+        whole = shape_name(shape).startswith("gpt2") or given[2] is not None
         args.batches = given[0] or ([1, 8, 32] if whole else [1])
         args.new_tokens = given[1] or ([50, 100, 200, 400] if whole else [200])
         rungs = given[2] or (ORDER if whole else FEWER)
         dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
         bench = Bench(shape, device, dtype, args.input_len, start + args.seconds)
+        if (length := args.input_len + max(args.new_tokens)) > (most := max_positions(bench.config)):
+            parser.error(f"{args.input_len} + {max(args.new_tokens)} tokens are {length}, but {shape} takes {most}")
         for name in sorted(rungs, key=ORDER.index):
             if name == "graphs" and device.type == "cpu":
                 print("graphs: left out, there are no CUDA graphs on the CPU", flush=True)

@@ -211,19 +211,63 @@ def test_the_ladder_merges_runs_into_one_file(run, capsys, tiny, tmp_path, monke
     assert "holds runs with other torch" in capsys.readouterr().err
 
 
-def test_the_ladder_ends_in_a_line_where_it_cannot_climb(run, capsys, tmp_path):
-    """Zero tokens were an error of the engine, after the rungs before it had been measured."""
-    empty = tmp_path / "empty.json"
-    empty.write_text('{"runs": []}')
+def test_the_ladder_ends_in_a_line_where_it_cannot_climb(run, capsys, tmp_path, tiny):
+    """Zero tokens were an error of the engine, after the rungs before it had been measured; a folder for ``--json``
+    that is not there was one after the first, and a second shape that is not there one after all of the first. More
+    tokens than there are positions end a GPU's use in the process."""
+    here = ("--device", "cpu", "--shapes", tiny)
     for arguments, says in (
         (("--device", "cpu", "--batches", 0), "--batches: 0 is not at least 1"),
         (("--device", "cpu", "--new-tokens", 5, -1), "not at least 1"),
-        (("--plot", empty), "empty.json is no file with runs"),
+        (("--device", "cuda:1"), "invalid choice: 'cuda:1'"),  # whose memory would not have been measured
+        ((*here, "--dtype", "load"), "invalid choice: 'load'"),
+        ((*here, "--seconds", "nan"), "nan is no number of seconds"),
+        ((*here, "--json", tmp_path / "no" / "x.json"), "x.json is no file in a folder that is there"),
+        ((*here, "--json", tmp_path), "is no file in a folder that is there"),
+        ((*here, "--out", "x.png"), "--out is for --plot"),
+        ((*here, "llama-9b"), "llama-9b is no folder, no config file, and none of the shapes gpt2-shape, llama-1b"),
+        ((*here, Path(tiny).parent), "would both be named"),
+        ((*here, "--new-tokens", 5000), "32 + 5000 tokens are 5032, but"),
+        (("--plot", "a.json", "--markdown", "a.json"), "not allowed with"),
         (("--markdown", tmp_path / "none.json"), "none.json is no file with runs"),
     ):
         with pytest.raises(SystemExit):
             run("ladder", *arguments)
         assert says in capsys.readouterr().err
+
+
+NO_RUNS = ["", "[", "[]", "{}", '{"runs": []}', '{"runs": {"a": 1}}', '{"runs": [{"rung": "engine"}]}']
+
+
+@pytest.mark.parametrize("text", [*NO_RUNS, '{"runs": [{"rung": "stairs", "tokens_per_s": 1.0}]}'])
+def test_what_is_no_file_of_the_ladder_is_said_in_a_line(run, capsys, tmp_path, tiny, text):
+    """As a run that was ended in the middle of a write leaves it."""
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    for option in ("--markdown", "--plot", *([] if text == '{"runs": []}' else ["--json"])):
+        with pytest.raises(SystemExit):
+            run("ladder", "--device", "cpu", "--shapes", tiny, option, file)
+        assert "broken.json is no file with runs of the ladder" in capsys.readouterr().err
+
+
+def test_a_ladder_that_ran_out_of_time_in_a_process_of_its_own_goes_on(run, capsys, tiny, tmp_path, monkeypatch):
+    """``--seconds`` was over while that process loaded: it wrote no file, and the others' runs ended in an error."""
+    from benchmarks import ladder
+
+    monkeypatch.setattr(ladder.subprocess, "run", lambda *_, **__: Namespace(returncode=0))
+    run("ladder", "--shapes", tiny, *LADDER, "--rungs", "expandable")
+    assert capsys.readouterr().out.startswith("expandable: left out, --seconds was over before its first run")
+
+
+def test_config_files_are_known_by_their_folders(run, tiny, tmp_path):
+    """All of them are called config.json: the runs of a second model replaced those of the first."""
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "config.json"
+    other.write_text(Path(tiny).read_text().replace('"eos_token_id": ', '"eos_token_id": [], "was": '))
+    file = tmp_path / "two.json"
+    sizes = ("--device", "cpu", "--batches", 1, "--new-tokens", 2, "--input-len", 4)
+    run("ladder", "--shapes", tiny, other, *sizes, "--rungs", "kv-cache", "--json", file)
+    assert {r["shape"] for r in json.loads(file.read_text())["runs"]} == {Path(tiny).parent.name, "other"}
 
 
 def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
@@ -261,6 +305,20 @@ def test_the_table_of_the_ladder_says_how_many_times_the_first_rung():
     assert sorted(set(ups.values())) == [0.5, 1.0, 1.5], "what is beside the ladder is no first rung"
 
 
+def test_only_what_is_alike_shares_a_table_of_the_ladder():
+    """Two dtypes, or two lengths of prompts, in one file: one's rates stood in the other's row, under its name."""
+    from benchmarks import ladder
+
+    runs = climbed({"static": 1, "engine": 12})
+    runs += [r | {"dtype": "float32", "tokens_per_s": r["tokens_per_s"] / 2} for r in runs]
+    lines = ladder.markdown(runs).splitlines()
+    assert [line.partition(";")[0] for line in lines if line.startswith("s, ")] == [
+        f"s, batch {batch}, 5 tokens in, {dtype}" for dtype in ("bfloat16", "float32") for batch in (1, 8)
+    ]
+    for rate in ("120", "960", "60", "480"):
+        assert f"| cbatch's engine | {rate} (×12.00) | {rate} (×12.00) | 2.5 | 55.0% | 300 | 350 | 50 |" in lines
+
+
 @pytest.mark.parametrize("ending", [None, ".svg"])
 def test_the_ladder_has_a_picture(run, tmp_path, ending):
     pytest.importorskip("matplotlib", reason="the extra `plot`, which the extra `dev` has too")
@@ -271,6 +329,26 @@ def test_the_ladder_has_a_picture(run, tmp_path, ending):
     picture = out.read_bytes()
     assert picture.startswith(b"\x89PNG" if ending is None else b"<?xml")
     assert len(picture) > 10_000
+
+
+def test_a_number_of_tokens_has_one_shade_in_the_whole_picture(tmp_path, monkeypatch):
+    """The legend is in the first panel. One with 200 tokens only had the shade that is there for 400."""
+    axes = pytest.importorskip("matplotlib.axes", reason="the extra `plot`, which the extra `dev` has too")
+    from benchmarks import ladder
+
+    plain, drawn = axes.Axes.bar, []
+
+    def bar(self, *args, **options):
+        drawn.append((options.get("label"), options["color"]))
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(axes.Axes, "bar", bar)
+    runs = climbed({"static": 1, "engine": 12})
+    ladder.plot([r for r in runs if (r["batch"], r["new_tokens"]) != (8, 100)], tmp_path / "x.png")
+    legend = {label: color for label, color in drawn if label}
+    assert [colors for label, colors in drawn if not label] == [
+        [legend[f"{count} new tokens"]] * 2 for count in (50, 100, 50)
+    ]
 
 
 def test_the_busy_share_counts_what_overlaps_once():
