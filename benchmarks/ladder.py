@@ -5,10 +5,11 @@
     python -m benchmarks.ladder --markdown FILE                            # the table of such a file
     python -m benchmarks.ladder --plot FILE [--out PICTURE]                # and the picture
 
-A shape is one of those that ship (random weights), a folder (its weights) or a config file (random weights). Greedy;
-the stop check of each rung runs, with a stop token that never comes. Seconds are from the call to the last token of
-``generate``, prompt included, the fastest of up to three runs after a warm-up. ``first_s`` is the very first run, of
-the most tokens, with whatever it compiles or plans; ``ready_s`` is that and all before it.
+A shape is one of those that ship (random weights), a folder (its weights) or a config file (random weights; one that
+is called config.json is known by its folder). Greedy; the stop check of each rung runs, with a stop token that never
+comes. Seconds are from the call to the last token of ``generate``, prompt included, the fastest of up to three runs
+after a warm-up; no more are begun after a second, so what takes longer is measured once. ``first_s`` is the very first
+run, of the most tokens, with whatever it compiles or plans; ``ready_s`` is that and all before it.
 
 ``activity_pct`` is measured alike for all rungs, in a run of its own of 32 tokens: the union of the intervals of
 kernels and copies that the CUDA profiler (CUPTI) records, over the time from the first to the last. ``peak_mib`` is the
