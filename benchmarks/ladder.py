@@ -279,6 +279,8 @@ def climb(bench: Bench, name: str, args: argparse.Namespace) -> Iterator[dict[st
                     if time.monotonic() > bench.deadline:
                         print(f"{name}: batch {batch}, {count} tokens left out, --seconds is over", flush=True)
                         continue
+                    if compiles and bench.device.type == "cpu":  # where no cache is kept: a new size, a compilation
+                        run(bench.prompts(batch), count)
                     yield {
                         **key(bench, name, batch, count),
                         **measure(bench, run, batch, count),

@@ -276,6 +276,29 @@ def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
     assert capsys.readouterr().out.startswith("graphs: left out, there are no CUDA graphs on the CPU")
 
 
+def test_what_compiles_on_the_cpu_is_not_timed(tiny, monkeypatch):
+    """Nothing is kept there for another number of tokens: 120 s of torch.compile were the seconds of 3 tokens."""
+    from contextlib import contextmanager
+
+    from benchmarks import ladder
+
+    seen, timed = [], []
+
+    @contextmanager
+    def opened(*_):
+        yield lambda ids, count: seen.append(count)
+
+    def measure(bench, run, batch, count):
+        timed.append(count in seen)
+        return {}
+
+    monkeypatch.setattr(ladder, "opened", opened)
+    monkeypatch.setattr(ladder, "measure", measure)
+    bench = ladder.Bench(tiny, torch.device("cpu"), torch.float32, 5, float("inf"))
+    assert len(list(ladder.climb(bench, "interleaved", Namespace(new_tokens=[3, 6], batches=[1])))) == 2
+    assert timed == [True, True]
+
+
 def climbed(rungs):
     """Runs of a ladder: batch 1 and 8, 50 and 100 tokens, each rung so many times 10 tokens/s a row."""
     names = {"shape": "s", "input_len": 5, "dtype": "bfloat16", "device": "cuda", "first_s": 2.5, "ready_s": 3.0}

@@ -28,7 +28,7 @@ from cbatch.interleave.search import Beams, Tokens
 from cbatch.models.config_facts import max_positions
 
 _log = logging.getLogger(__name__)
-_PAGE = 64  # positions: a captured step serves every prompt up to the next multiple
+_PAGE = 64  # positions: what is compiled or captured serves every prompt up to the next multiple
 _said: set[str] = set()  # of the process: what the log has been told once
 
 
@@ -249,6 +249,7 @@ class InterleavedGenerator:
             if self._captured and self._captured[0] == key and self._captured[1].max_len >= max_len:
                 return self._captured[1]
             self._captured = None  # its memory is the new one's
+        if self.compile:
             max_len = -(-max_len // _PAGE) * _PAGE
         search_class = Beams if choice.num_beams > 1 else Tokens
         search = search_class(choice, batch_size, max_len if captured else limit, self._device)

@@ -207,6 +207,27 @@ def test_steps_run_what_torch_compile_made_of_the_model_and_prompts_do_not(
     assert tokens.tolist() == expected(model, ids, mask, 6).tolist()
 
 
+def test_what_was_compiled_serves_prompts_of_other_lengths(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU each length had a cache of its own, torch.compile made another step for each, for a minute, and none
+    any more after the eighth."""
+    model, sizes = tiny("llama"), set()
+
+    def fake_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled(**inputs: Any) -> Any:
+            sizes.add(inputs["past_key_values"].layers[0].keys.shape[2])
+            return function(**inputs)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    made = InterleavedGenerator(model, compile=True)
+    for length, count in ((5, 4), (9, 20), (9, 55), (9, 56)):
+        ids, mask = prompts("cpu", length=length)
+        tokens = made.generate(ids, mask, count)
+        assert tokens.tolist() == expected(model, ids, mask, count).tolist()
+    assert sizes == {64, 128}
+
+
 class Letters:
     """Token 3 + i is the i-th letter; a tokenizer as far as ``generate`` needs one."""
 
