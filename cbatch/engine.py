@@ -450,10 +450,18 @@ class Engine:
             request_id = self._free_id(request_id)
             self._backlog.check(draft.num_answers, request_id)
             handle = draft.open(request_id, self._ended)
-            self._live[request_id] = handle
-            self._backlog.enter(handle.children)
-            self._inbox += [("add", child.sequence) for child in handle.children]
-            self._changed.notify()
+            sequences = [child.sequence for child in handle.children]
+            try:
+                self._live[request_id] = handle
+                self._backlog.enter(handle.children)
+                self._inbox += [("add", sequence) for sequence in sequences]
+                self._changed.notify()
+            except BaseException:  # Ctrl-C in the middle: it is taken whole, or not at all
+                self._live.pop(request_id, None)
+                for child in handle.children:
+                    self._backlog.leave(child)
+                self._inbox = [order for order in self._inbox if order[1] not in sequences]
+                raise
         return handle
 
     def _free_id(self, request_id: str | None) -> str:

@@ -438,7 +438,7 @@ class Scheduler:
             if self.swap is not None and sequence.swapped is not None:
                 prefix = self._prefix_beside(sequence, prefix)
             num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
-            if admitted and num_columns > self.max_shared_columns:
+            if (admitted or self._forked) and num_columns > self.max_shared_columns:
                 break
             spare = self._spare(sequence) + kept_blocks
             if not self._has_room(sequence, prefix, num_kept, reserved + spare):

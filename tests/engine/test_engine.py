@@ -385,6 +385,28 @@ def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pyte
     assert not engine.is_healthy
 
 
+@pytest.mark.parametrize("where", ["enter", "notify"])
+def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It stayed among the live ones and was never run: its id was taken for good, a place in the queue too, and an
+    abort of it ended the engine, whose queue was then shorter than nothing."""
+    engine = counting_engine(max_queue_size=3)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._backlog if where == "enter" else engine._changed, where, interrupt)
+        for params in (greedy(), SamplingParams(n=3, max_tokens=4)):
+            with pytest.raises(KeyboardInterrupt):
+                engine.submit([1], params, "mine")
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit_beam_search([1], BeamSearchParams(2, 4), "mine")
+    assert not engine.abort("mine") and not engine._live and not engine._inbox and not len(engine._backlog)
+    assert tokens(engine.submit([1], greedy(), "mine")) == counted(1, 8)
+
+
 def test_close_ends_what_runs_and_may_be_repeated(counting_engine: Start) -> None:
     engine = counting_engine(max_num_seqs=1)
     handles = [engine.submit([1], greedy(100)) for _ in range(3)]

@@ -368,6 +368,25 @@ def test_one_step_starts_no_more_cached_blocks_than_its_slab_carries() -> None:
     driver.run()
 
 
+def test_a_hit_before_a_fork_starts_no_more_columns_than_the_slab_carries() -> None:
+    """A hit that goes before a fork was the first to start, and was not counted together with it: the slab had no room
+    for both, and the engine ended."""
+    driver = caching(num_blocks=128)
+    driver.scheduler.max_shared_columns = 16
+    prompt = [*range(56), 1]
+    parent, other = (driver.add(prompt, 64) for _ in range(2))
+    while not (parent.payload.tokens and other.payload.tokens):  # type: ignore[attr-defined]
+        driver.step()
+    driver.scheduler._preempt(other)
+    child = driver.fork(parent, prompt, 63)
+    assert driver.has_forked
+    driver.step()
+    assert child.status is not Status.WAITING and other.status is Status.WAITING
+    driver.run()
+    assert other.payload.tokens == solo(prompt, 64)  # type: ignore[attr-defined]
+    assert child.payload.tokens == solo(prompt, 63)  # type: ignore[attr-defined]
+
+
 def test_fifty_thousand_that_wait_for_one_prefix_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make(prefix_caching=True, max_num_seqs=256, num_blocks=4096, max_num_batched_tokens=256)
     driver = Driver(scheduler, check=False)

@@ -204,3 +204,22 @@ def test_what_old_weights_have_made_does_not_come_back_into_the_cache(reset_firs
     driver.run()
     assert space(driver).num_blocks_in == 0
     assert sequence.payload.tokens == solo(PROMPT, 60)  # type: ignore[attr-defined]
+
+
+def test_one_step_brings_in_no_more_columns_than_its_slab_carries() -> None:
+    """Two that came in beside a decode had 15 columns each, and a slab room for 16: nobody had counted, and the engine
+    ended."""
+    driver = swapping(1, num_blocks=128, max_num_batched_tokens=128)
+    driver.scheduler.max_shared_columns = 16
+    prompts = [[i, *range(56)] for i in range(2)]
+    sequences = [driver.add(prompt, 64) for prompt in prompts]
+    decode(driver, [5], 2)
+    for sequence in sequences:
+        driver.scheduler._preempt(sequence)
+    for count in (1, 1, 2):  # the second when the first has begun to compute
+        driver.step()
+        assert sum(sequence.status is not Status.WAITING for sequence in sequences) == count
+    driver.run()
+    assert space(driver).num_blocks_in == 30
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.payload.tokens == solo(prompt, 64)  # type: ignore[attr-defined]
