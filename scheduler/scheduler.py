@@ -30,8 +30,6 @@ POLICIES: tuple[Policy, ...] = ("fcfs", "priority", "longest_prefix")
 LOOK_AHEAD = 64  # waiting sequences that may be looked at, and overtaken by others, in one step
 ARRIVAL_BITS = 40
 
-_NO_FINISHES: list[Finish] = []
-
 
 class Scheduler:
     """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation.
@@ -807,11 +805,10 @@ class Scheduler:
     def land(self, plan: StepPlan, tokens: NDArray[np.int32]) -> Landed:
         """Take in the sampled tokens ``[num_samples]`` of a step, one or more steps after it was planned."""
         t, slots, live_tokens = self.tables, plan.slots, tokens
-        finished = _NO_FINISHES
+        finished: list[Finish] = []
         keep = None
         stale = (t.epoch.take(slots) != plan.epochs).nonzero()[0]
         if stale.size:
-            finished = []
             keep = np.ones(slots.size, np.bool_)
             keep[stale] = False
             slots, live_tokens = slots[keep], tokens[keep]
@@ -829,8 +826,6 @@ class Scheduler:
             for sequence in t.sequences[complete]:
                 self._publish_block(sequence)
         for i in self._stopped(slots, live_tokens):
-            if finished is _NO_FINISHES:
-                finished = []
             sequence = t.sequences[slots[i]]
             self._release_slot(sequence)
             self._finish(sequence, "stop", int(live_tokens[i]), finished)
