@@ -313,7 +313,7 @@ class Scheduler:
             return
         if self.prefix_cache is not None and sequence.node is None:
             return
-        blocks = self.block_tables.saved(slot, num_tokens)
+        blocks = self.block_tables.resumable_blocks(slot, num_tokens)
         if blocks is not None:
             count = int(np.count_nonzero(blocks))
             if count <= self.swap.num_free and self.swap.is_cheaper(2 * count, num_tokens):
