@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.errors import CBatchError
-from cbatch.outputs import Chunk, CompletionOutput, RequestOutput
-from cbatch.request import RequestHandle, Wakers, until_ready
+from cbatch.outputs import CompletionOutput, RequestOutput
+from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
 from cbatch.sampler import encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
@@ -31,7 +31,7 @@ _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
-class BeamHandle(RequestHandle):
+class BeamHandle(WholeHandle):
     """A beam search: wait for its ``result``, or abort it. Its answers are known at its end, all at once."""
 
     def __init__(
@@ -84,20 +84,8 @@ class BeamHandle(RequestHandle):
         answer.cumulative_logprob, answer.score = found.logprob, found.score
         return answer
 
-    def next_chunk(self, timeout: float | None = None) -> NoReturn:
-        self._refuse("next_chunk")
-
-    async def anext_chunk(self) -> NoReturn:
-        self._refuse("anext_chunk")
-
-    async def anext_chunks(self) -> list[tuple[int, Chunk]]:
+    async def anext_chunks(self) -> NoReturn:
         self._refuse("anext_chunks")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
-
-    def __aiter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
 
     def _refuse(self, what: str) -> NoReturn:
         raise CBatchError(f"request {self.request_id}: a beam search has no {what}: its result comes at its end")
