@@ -90,7 +90,7 @@ class Detokenizer:
         if finish_reason is None and window.endswith(_REPLACEMENT):
             if held <= _MAX_PARTIAL:
                 return ""
-            window, settled = self._without_the_half(window)
+            window, settled = self._without_the_half()
             if settled == self._settled:
                 return ""
         if window.startswith(self._broken):
@@ -109,7 +109,7 @@ class Detokenizer:
             del self._ids[self._settled :]  # ids that the tokenizer does not know: no text, ever
         return delta
 
-    def _without_the_half(self, window: str) -> tuple[str, int]:
+    def _without_the_half(self) -> tuple[str, int]:
         """The window without the last tokens, those that begin a character; how many tokens that leaves."""
         cuts = []
         for settled in range(len(self._ids) - 1, len(self._ids) - 1 - _MAX_PARTIAL, -1):
