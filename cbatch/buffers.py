@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.sampler import LOGPROB_WORDS, MAX_LOGPROBS
+from cbatch.sampler import LOGPROB_WORDS
+from cbatch.sampling_params import MAX_LOGPROBS
 from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
 
 
@@ -111,10 +112,9 @@ class IOBuffer:
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
         self.device_landing = Landing(max_num_seqs, device)
         self.host_landing = Landing(max_num_seqs, torch.device("cpu"), pin_memory=pin)
-        self.host_sampled = self.host_landing.sampled
         self.masks = Masks(max_num_seqs, vocab_size, device)
         self._slab = self.host_slab.numpy()
-        self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
+        self.sampled = self.host_landing.sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
         self._records = self.host_landing.records.numpy()
         self._views: dict[Bucket, _Views] = {}
         self._step: _Views  # of the step that has the buffer now

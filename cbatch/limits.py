@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError, named, short
-from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
+from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from cbatch.scheduler.scheduler import Policy
 from cbatch.scheduler.sequence import MAX_PRIORITY
