@@ -10,17 +10,16 @@ from typing import Any, Literal
 import torch
 
 from cbatch.errors import ConfigError
+from cbatch.kernels.attention import BACKENDS
 from cbatch.scheduler.scheduler import POLICIES, Policy
 
 _CHOICES = {
     "schedule": ("async", "sync"),
-    "attention": ("auto", "torch", "triton"),
+    "attention": BACKENDS,
     "model_impl": ("auto", "transformers", "decoder"),
     "load_format": ("auto", "dummy"),
     "scheduling_policy": POLICIES,
 }
-
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -77,9 +77,9 @@ class HostPages:
             self._pool[block : block + count].copy_(self._pages[host : host + count], non_blocking=True)
 
     @torch.inference_mode()
-    def measure_ms(self, count: int = 8) -> float:
+    def measure_ms(self) -> float:
         """Milliseconds of a block's copy, one way. Copies some out and in again, before any step has run, and waits."""
-        count = min(count, len(self._pages), len(self._pool))
+        count = min(8, len(self._pages), len(self._pool))
         pages, pool = self._pages[:count], self._pool[:count]
         times = []
         for _ in range(3):
