@@ -206,7 +206,10 @@ class EngineConfig:
         return cls(**options)
 
     def resolve(self, model_max_len: int, device: torch.device) -> EngineConfig:
-        """Fill in what depends on the model and the device, all but ``num_blocks``."""
+        """Fill in what depends on the model and the device, all but ``num_blocks``.
+
+        Raises ConfigError where an option is beyond what the model takes, or a step holds.
+        """
         if self.max_model_len is not None and self.max_model_len > model_max_len:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but the model takes at most {model_max_len}")
         max_num_batched_tokens = self.max_num_batched_tokens

@@ -7,7 +7,7 @@
 
 A token that batch N is still sampling stands in batch N+1 as a zero; the device fills it in from ``last_tokens`` by
 slot. What batch N ended is learned while N+1 runs: its row in N+1 is dropped when that lands. Where a row of N+1 has a
-grammar, its sampling alone waits for batch N (``held``).
+grammar or a logits processor, its sampling alone waits for batch N (``held``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,10 @@ def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, .
 
 
 class HostPages:
-    """As many pages as there are host blocks; pinned where the pool is on a GPU. Allocates everything at once."""
+    """As many pages as there are host blocks; pinned where the pool is on a GPU.
+
+    Allocates everything at once, and raises ConfigError where it does not fit.
+    """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._pool = kv_cache.pool
