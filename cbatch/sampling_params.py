@@ -283,7 +283,7 @@ class SamplingParams:
         def given(name: str) -> Any:
             return getattr(config, name, None)
 
-        for name, neutral in _NOT_YET.items():
+        for name, neutral in ({"num_beams": 1} | NEUTRAL | NEUTRAL_SAMPLING).items():
             if given(name) not in (None, neutral, []):
                 raise InvalidRequestError(
                     f"the model's generation_config asks for {name}={given(name)!r}, which is not supported: "
@@ -329,35 +329,37 @@ _ELSEWHERE = {
     "stream": "AsyncLLM.generate streams, and output_kind says what",
 }
 
-# What else a generation_config may say about which tokens come, with the value that says nothing.
-_NOT_YET = {
+# What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
+# transformers would follow it, so it is refused and not ignored.
+NEUTRAL: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
     "min_length": 0,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
     "sequence_bias": None,
     "guidance_scale": 1.0,
-    "stop_strings": None,
-    "top_h": None,
-    "exponential_decay_length_penalty": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
+    "token_healing": False,
     "penalty_alpha": 0.0,
     "dola_layers": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
     "constraints": None,
     "force_words_ids": None,
     "watermarking_config": None,
-    "token_healing": False,
+    "stop_strings": None,
+    "num_return_sequences": 1,
+}
+NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
 }
 
 
