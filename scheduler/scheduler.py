@@ -32,7 +32,7 @@ ARRIVAL_BITS = 40
 
 
 class Scheduler:
-    """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation.
+    """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation or by swapping.
 
     A step takes every decoding sequence (one token each), then prefills by rank, the running ones' chunks and new
     sequences, while ``max_num_batched_tokens``, slots and blocks last. The rank is the order of arrival; with the
