@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch, Hypothesis
+from cbatch.buffers import Logprobs
 from cbatch.errors import CBatchError
 from cbatch.outputs import CompletionOutput, RequestOutput
 from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
@@ -109,8 +110,8 @@ class Beams:
             group.end()
 
     def land(
-        self, landed: Landed, logprobs: tuple[NDArray[Any], ...] | None
-    ) -> tuple[Landed, Any, list[tuple[BeamHandle, list[Hypothesis]]]]:
+        self, landed: Landed, logprobs: Logprobs | None
+    ) -> tuple[Landed, Logprobs | None, list[tuple[BeamHandle, list[Hypothesis]]]]:
         """Take the rows of beams out of what has landed, and let searches go on that have all of theirs.
 
         Returns the other rows with their log-probabilities, and what the searches that are over have found.
@@ -120,16 +121,16 @@ class Beams:
         if others.all():
             return landed, logprobs, []
         assert logprobs is not None
-        ids, values, _ = logprobs
-        for row in np.flatnonzero(~others).tolist():
-            owners[row].take(landed.sequences[row], ids[row, 1:], values[row, 1:])  # type: ignore[union-attr]
+        for row, owner in enumerate(owners):
+            if owner is not None:
+                owner.take(landed.sequences[row], logprobs.ids[row, 1:], logprobs.values[row, 1:])
         over = []
         for group in dict.fromkeys(owner for owner in owners if owner is not None):
             if group.is_complete and not group.go_on():
                 over.append((group.handle, group.handle.search.finished))
                 self.abort(group.handle)
         landed = replace(landed, sequences=landed.sequences[others], tokens=landed.tokens[others])
-        return landed, tuple(each[others] for each in logprobs), over
+        return landed, logprobs.of(others), over
 
     def make_room(self) -> bool:
         """Give slots and blocks of a search's landed beams back, when nothing else can run; False if there are none.

@@ -324,9 +324,8 @@ class Engine:
         landed = self.scheduler.land(step.plan, tokens)
         if step.plan.flags & HELD:
             self._held.accept(landed)
-        if logprobs is not None and landed.rows is not None:  # of the rows that count
-            ids, values, ranks = logprobs
-            logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
+        if logprobs is not None and landed.rows is not None:
+            logprobs = logprobs.of(landed.rows)  # the rows that count
         self._num_output_tokens += landed.tokens.size
         searches: list[Any] = []  # that are over
         if self._beams:
