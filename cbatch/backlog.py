@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from cbatch.errors import EngineOverloadedError
+from cbatch.errors import EngineOverloadedError, named
 from cbatch.request import RequestHandle
 
 
@@ -32,10 +32,9 @@ class Backlog:
     def check(self, num_answers: int, request_id: str | None) -> None:
         """Raises EngineOverloadedError where so many more may not wait."""
         if self._limit is not None and len(self._waiting) + num_answers > self._limit:
-            who = "request" if request_id is None else f"request {request_id}"
             more = f" and it has {num_answers} answers" if num_answers > 1 else ""
             raise EngineOverloadedError(
-                f"{who}: {len(self._waiting)} wait already{more}, but max_queue_size is {self._limit}"
+                f"{named(request_id)}: {len(self._waiting)} wait already{more}, but max_queue_size is {self._limit}"
             )
 
     def enter(self, handles: Sequence[RequestHandle]) -> None:

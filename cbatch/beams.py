@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch, Hypothesis
+from cbatch.buffers import Logprobs
 from cbatch.errors import CBatchError
-from cbatch.outputs import Chunk, CompletionOutput, RequestOutput
-from cbatch.request import RequestHandle, Wakers, until_ready
+from cbatch.outputs import CompletionOutput, RequestOutput
+from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
 from cbatch.sampler import encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
@@ -31,7 +32,7 @@ _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
-class BeamHandle(RequestHandle):
+class BeamHandle(WholeHandle):
     """A beam search: wait for its ``result``, or abort it. Its answers are known at its end, all at once."""
 
     def __init__(
@@ -84,20 +85,8 @@ class BeamHandle(RequestHandle):
         answer.cumulative_logprob, answer.score = found.logprob, found.score
         return answer
 
-    def next_chunk(self, timeout: float | None = None) -> NoReturn:
-        self._refuse("next_chunk")
-
-    async def anext_chunk(self) -> NoReturn:
-        self._refuse("anext_chunk")
-
-    async def anext_chunks(self) -> list[tuple[int, Chunk]]:
+    async def anext_chunks(self) -> NoReturn:
         self._refuse("anext_chunks")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
-
-    def __aiter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
 
     def _refuse(self, what: str) -> NoReturn:
         raise CBatchError(f"request {self.request_id}: a beam search has no {what}: its result comes at its end")
@@ -121,8 +110,8 @@ class Beams:
             group.end()
 
     def land(
-        self, landed: Landed, logprobs: tuple[NDArray[Any], ...] | None
-    ) -> tuple[Landed, Any, list[tuple[BeamHandle, list[Hypothesis]]]]:
+        self, landed: Landed, logprobs: Logprobs | None
+    ) -> tuple[Landed, Logprobs | None, list[tuple[BeamHandle, list[Hypothesis]]]]:
         """Take the rows of beams out of what has landed, and let searches go on that have all of theirs.
 
         Returns the other rows with their log-probabilities, and what the searches that are over have found.
@@ -132,16 +121,16 @@ class Beams:
         if others.all():
             return landed, logprobs, []
         assert logprobs is not None
-        ids, values, _ = logprobs
-        for row in np.flatnonzero(~others).tolist():
-            owners[row].take(landed.sequences[row], ids[row, 1:], values[row, 1:])  # type: ignore[union-attr]
+        for row, owner in enumerate(owners):
+            if owner is not None:
+                owner.take(landed.sequences[row], logprobs.ids[row, 1:], logprobs.values[row, 1:])
         over = []
         for group in dict.fromkeys(owner for owner in owners if owner is not None):
             if group.is_complete and not group.go_on():
                 over.append((group.handle, group.handle.search.finished))
                 self.abort(group.handle)
         landed = replace(landed, sequences=landed.sequences[others], tokens=landed.tokens[others])
-        return landed, tuple(each[others] for each in logprobs), over
+        return landed, logprobs.of(others), over
 
     def make_room(self) -> bool:
         """Give slots and blocks of a search's landed beams back, when nothing else can run; False if there are none.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.sampler import LOGPROB_WORDS, MAX_LOGPROBS
+from cbatch.sampler import LOGPROB_WORDS
+from cbatch.sampling_params import MAX_LOGPROBS
 from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
 
 
@@ -111,10 +112,9 @@ class IOBuffer:
         self.device_slab = torch.zeros(words, dtype=torch.int32, device=device)
         self.device_landing = Landing(max_num_seqs, device)
         self.host_landing = Landing(max_num_seqs, torch.device("cpu"), pin_memory=pin)
-        self.host_sampled = self.host_landing.sampled
         self.masks = Masks(max_num_seqs, vocab_size, device)
         self._slab = self.host_slab.numpy()
-        self.sampled = self.host_sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
+        self.sampled = self.host_landing.sampled.numpy()  # what ``Engine.land`` reads, once the step has landed
         self._records = self.host_landing.records.numpy()
         self._views: dict[Bucket, _Views] = {}
         self._step: _Views  # of the step that has the buffer now
@@ -139,11 +139,8 @@ class IOBuffer:
         self._step = self._views[bucket]
         return self._step.host
 
-    def logprobs(self, num_samples: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-        """Of a landed step some row of which wanted them: token ids, log-probabilities, ranks; copies.
-
-        As ``read_records`` says.
-        """
+    def logprobs(self, num_samples: int) -> Logprobs:
+        """Of a landed step some row of which wanted them; copies."""
         return read_records(self._records[:num_samples])
 
     # What this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock, and beside
@@ -188,16 +185,22 @@ class _Views:
     with_logprobs: tuple[Tensor, Tensor]
 
 
-def read_records(records: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-    """Token ids, log-probabilities and ranks of ``records [num_rows, LOGPROB_WORDS]``; copies.
+class Logprobs(NamedTuple):
+    """Log-probabilities of rows: of each one's own token, and then of the most likely ones."""
 
-    The first two are ``[num_rows, 1 + MAX_LOGPROBS]``: the row's own token, then the most likely ones in order, the
-    lower id first of equals; -1 and -inf where the vocabulary has no more. ``ranks [num_rows]`` are the own tokens'
-    places in that order, from 1.
-    """
+    ids: NDArray[np.int32]  # [num_rows, 1 + MAX_LOGPROBS], in order, the lower id first of equals; -1: there is no more
+    values: NDArray[np.float32]  # likewise; -inf
+    ranks: NDArray[np.int32]  # [num_rows], the own token's place in that order, from 1
+
+    def of(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Logprobs:
+        return Logprobs(self.ids[rows], self.values[rows], self.ranks[rows])
+
+
+def read_records(records: NDArray[np.int32]) -> Logprobs:
+    """What is in ``records [num_rows, LOGPROB_WORDS]``; copies."""
     columns = MAX_LOGPROBS + 1
     values = records[:, columns + 1 : 2 * columns + 1].copy().view(np.float32)
-    return records[:, :columns].copy(), values, records[:, columns].copy()
+    return Logprobs(records[:, :columns].copy(), values, records[:, columns].copy())
 
 
 def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:

@@ -278,23 +278,19 @@ def throughput(
 
     _check_writable(json_file, timeline)
     options = {
-        name: value
-        for name, value in {
-            "device": device,
-            "dtype": dtype,
-            "load_format": load_format.value,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enable_prefix_caching": enable_prefix_caching,
-            "attention": attention,
-            "enforce_eager": enforce_eager,
-            "seed": seed,
-        }.items()
-        if value is not None
+        "device": device,
+        "dtype": dtype,
+        "load_format": load_format.value,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enable_prefix_caching": enable_prefix_caching,
+        "attention": attention,
+        "enforce_eager": enforce_eager,
+        "seed": seed,
     }
     names = ["async", "sync"] if schedule is Schedule.both else [schedule.value]
     given = None if prompts is None else _read_prompts(prompts)
@@ -309,8 +305,8 @@ def throughput(
     timelines: list[Timeline] = []
     loaded: Any = model
     for name in names:
-        more = {"depth": depth} if depth is not None and name == "async" else {}
-        with _engine(loaded, schedule=name, **options, **more) as engine:
+        options["depth"] = depth if name == "async" else None
+        with _engine(loaded, schedule=name, **options) as engine:
             loaded = engine.model  # loaded once for both
             options["load_format"] = "auto"
             if not runs:
@@ -390,7 +386,7 @@ def demo(
 
 @contextmanager
 def _engine(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Engine]:
-    """An engine for one command; says what takes long before it takes long."""
+    """An engine for one command; says what takes long before it takes long. An option that is None is left out."""
     import logging
 
     from transformers.utils.logging import disable_progress_bar

@@ -10,17 +10,16 @@ from typing import Any, Literal
 import torch
 
 from cbatch.errors import ConfigError
+from cbatch.kernels.attention import BACKENDS
 from cbatch.scheduler.scheduler import POLICIES, Policy
 
 _CHOICES = {
     "schedule": ("async", "sync"),
-    "attention": ("auto", "torch", "triton"),
+    "attention": BACKENDS,
     "model_impl": ("auto", "transformers", "decoder"),
     "load_format": ("auto", "dummy"),
     "scheduling_policy": POLICIES,
 }
-
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -207,7 +206,10 @@ class EngineConfig:
         return cls(**options)
 
     def resolve(self, model_max_len: int, device: torch.device) -> EngineConfig:
-        """Fill in what depends on the model and the device, all but ``num_blocks``."""
+        """Fill in what depends on the model and the device, all but ``num_blocks``.
+
+        Raises ConfigError where an option is beyond what the model takes, or a step holds.
+        """
         if self.max_model_len is not None and self.max_model_len > model_max_len:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but the model takes at most {model_max_len}")
         max_num_batched_tokens = self.max_num_batched_tokens

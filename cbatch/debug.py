@@ -43,7 +43,7 @@ class LoopChecks:
         assert not host.input_ids[: sizes.num_tokens][carried].any(), "a placeholder is not zero"
         used = (host.positions, host.row_slots, host.context_lens, host.sample_rows, host.out_slots, host.table_value)
         assert all((array >= 0).all() for array in used), "an array of the step was not written to its end"
-        io.host_sampled.fill_(POISON)
+        io.sampled.fill(POISON)
         self._in_flight.add(id(io))
 
     def landed(self, io: IOBuffer, tokens: NDArray[np.int32]) -> None:

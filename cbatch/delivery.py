@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import Hypothesis
 from cbatch.beams import BeamHandle
+from cbatch.buffers import Logprobs
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.request import RequestHandle, Wakers
 from cbatch.scheduler.plan import Landed
 from cbatch.streams import THREAD_PREFIX
-
-# Of the rows of a step: token ids and log-probabilities [rows, 1 + MAX_LOGPROBS], the sampled token first, and its
-# ranks [rows].
-Logprobs = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

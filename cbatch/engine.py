@@ -7,7 +7,7 @@
 
 A token that batch N is still sampling stands in batch N+1 as a zero; the device fills it in from ``last_tokens`` by
 slot. What batch N ended is learned while N+1 runs: its row in N+1 is dropped when that lands. Where a row of N+1 has a
-grammar, its sampling alone waits for batch N (``held``).
+grammar or a logits processor, its sampling alone waits for batch N (``held``).
 """
 
 from __future__ import annotations
@@ -324,9 +324,8 @@ class Engine:
         landed = self.scheduler.land(step.plan, tokens)
         if step.plan.flags & HELD:
             self._held.accept(landed)
-        if logprobs is not None and landed.rows is not None:  # of the rows that count
-            ids, values, ranks = logprobs
-            logprobs = ids[landed.rows], values[landed.rows], ranks[landed.rows]
+        if logprobs is not None and landed.rows is not None:
+            logprobs = logprobs.of(landed.rows)  # the rows that count
         self._num_output_tokens += landed.tokens.size
         searches: list[Any] = []  # that are over
         if self._beams:

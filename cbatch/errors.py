@@ -41,6 +41,20 @@ class EngineDeadError(CBatchError):
     """The engine's loop failed. ``__cause__`` holds the error; every waiting request hears of it."""
 
 
+def named(request_id: object) -> str:
+    """How a message calls a request, which may have no id yet."""
+    return "request" if request_id is None else f"request {request_id}"
+
+
+def short(value: object) -> str:
+    """A value as a message shows it, in 80 characters at the most."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of too many digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def described(error: BaseException) -> str:
     """Its type and message. Of an error of the user's, whose own code may make the message and fail."""
     try:

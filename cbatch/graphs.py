@@ -48,6 +48,7 @@ class Buckets:
         object.__setattr__(self, "mixed", tuple(mixed))
 
     def choose(self, num_tokens: int, num_rows: int) -> Bucket:
+        """The smallest bucket that a step fits into."""
         if num_tokens == num_rows:
             size = self.decode[bisect_left(self.decode, num_rows)]
             return Bucket(size, size)

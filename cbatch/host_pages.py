@@ -30,7 +30,10 @@ def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, .
 
 
 class HostPages:
-    """As many pages as there are host blocks; pinned where the pool is on a GPU. Allocates everything at once."""
+    """As many pages as there are host blocks; pinned where the pool is on a GPU.
+
+    Allocates everything at once, and raises ConfigError where it does not fit.
+    """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._pool = kv_cache.pool
@@ -77,9 +80,9 @@ class HostPages:
             self._pool[block : block + count].copy_(self._pages[host : host + count], non_blocking=True)
 
     @torch.inference_mode()
-    def measure_ms(self, count: int = 8) -> float:
+    def measure_ms(self) -> float:
         """Milliseconds of a block's copy, one way. Copies some out and in again, before any step has run, and waits."""
-        count = min(count, len(self._pages), len(self._pool))
+        count = min(8, len(self._pages), len(self._pool))
         pages, pool = self._pages[:count], self._pool[:count]
         times = []
         for _ in range(3):

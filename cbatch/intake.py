@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch
 from cbatch.beams import BeamHandle, beam_sequence
+from cbatch.errors import named
 from cbatch.grammar import Grammars
 from cbatch.held import HeldRow
 from cbatch.limits import Limits
@@ -178,8 +179,7 @@ class Intake:
         """As ``Engine.compile_grammar``."""
         if params.structured_outputs is None:
             return None
-        who = "request" if request_id is None else f"request {request_id}"
-        return self._grammars.matcher(params.structured_outputs, who)
+        return self._grammars.matcher(params.structured_outputs, named(request_id))
 
     def _common(
         self,

@@ -25,7 +25,8 @@ class KVCache:
     Where the backend wants it, the tokens of a head lie together: ``[..., num_kv_heads, block_size, head_dim]``.
     Implements ``PagedAttend``: a model calls it, layer by layer, to store keys and values and to attend over them.
 
-    Allocates everything at once. On the CPU untouched pages cost no memory.
+    Allocates everything at once, and raises ConfigError where it does not fit. On the CPU untouched pages cost no
+    memory.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.errors import InvalidRequestError, PromptTooLongError
-from cbatch.sampler import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
+from cbatch.errors import InvalidRequestError, PromptTooLongError, named, short
+from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from cbatch.scheduler.scheduler import Policy
 from cbatch.scheduler.sequence import MAX_PRIORITY
@@ -36,7 +36,7 @@ class Limits:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
-        who, vocab_size = _name(request_id), self.vocab_size
+        who, vocab_size = named(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
@@ -71,7 +71,7 @@ class Limits:
         """The parameters themselves, which must suit the vocabulary and the tokenizer."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"{_name(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
+                f"{named(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
             )
         for name, tokens in (
             ("stop_token_ids", params.stop_token_ids),
@@ -81,16 +81,16 @@ class Limits:
             token = max(tokens, default=0)
             if token >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{_name(request_id)}: {name} has {token}, but the vocabulary has {self.vocab_size} tokens"
+                    f"{named(request_id)}: {name} has {token}, but the vocabulary has {self.vocab_size} tokens"
                 )
         if params.stop and not self.has_tokenizer:
             raise InvalidRequestError(
-                f"{_name(request_id)}: stop has {_short(params.stop[0])}, but there is no tokenizer to make text with: "
+                f"{named(request_id)}: stop has {short(params.stop[0])}, but there is no tokenizer to make text with: "
                 "use stop_token_ids"
             )
         if params.bad_words and not self.has_tokenizer:
             raise InvalidRequestError(
-                f"{_name(request_id)}: bad_words has {_short(params.bad_words[0])}, but there is no tokenizer to make "
+                f"{named(request_id)}: bad_words has {short(params.bad_words[0])}, but there is no tokenizer to make "
                 "tokens with"
             )
         return params
@@ -99,7 +99,7 @@ class Limits:
         """The parameters themselves, whose beams need so many candidates each; ``num_eos`` tokens end one."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(
-                f"{_name(request_id)}: params is a {type(params).__name__}, but must be BeamSearchParams"
+                f"{named(request_id)}: params is a {type(params).__name__}, but must be BeamSearchParams"
             )
         for most, why in (
             (MAX_LOGPROBS, f"a beam has {MAX_LOGPROBS} candidates"),
@@ -107,7 +107,7 @@ class Limits:
         ):
             if params.beam_width + num_eos > most:
                 raise InvalidRequestError(
-                    f"{_name(request_id)}: beam_width is {params.beam_width}, but the limit is {most - num_eos}: {why},"
+                    f"{named(request_id)}: beam_width is {params.beam_width}, but the limit is {most - num_eos}: {why},"
                     f" of which {num_eos} may end it"
                 )
         return params
@@ -124,20 +124,20 @@ class Limits:
         ``bad_words`` has the token sequences of each; ``stop_ids`` are the tokens that end an answer, the model's own
         included. Returns the sequences, each once.
         """
-        who = _name(request_id)
+        who = named(request_id)
         for word, sequences in bad_words.items():
             if not sequences:
                 hint = "; white space alone has no word in it, but logit_bias can push its tokens down"
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {_short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
+                    f"{who}: bad_words has {short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
                 )
             if (token := max(map(max, sequences))) >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {_short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
+                    f"{who}: bad_words has {short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
                 )
             if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {_short(word)}, which is {longest} tokens, but the limit is "
+                    f"{who}: bad_words has {short(word)}, which is {longest} tokens, but the limit is "
                     f"{MAX_BAD_WORD_LEN}"
                 )
         bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
@@ -186,7 +186,7 @@ class Limits:
         limit = self.max_model_len
         if num_prompt_tokens >= limit:
             raise PromptTooLongError(
-                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
+                f"{named(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
                 "and one token must have room"
             )
         room = self.longest_len
@@ -196,18 +196,18 @@ class Limits:
             max_len = min(num_prompt_tokens + params.max_tokens, limit)
         if max_len > room:
             raise PromptTooLongError(
-                f"{_name(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
+                f"{named(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
                 f"ones need {self.blocks_for(max_len - 1)} KV blocks, but the pool has {self.num_usable_blocks}"
             )
         return max_len
 
     def priority(self, priority: int, request_id: str | None) -> int:
         """Where a request ranks: no number but 0 where nobody heeds it."""
-        who = _name(request_id)
+        who = named(request_id)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not whole or abs(int(priority)) > MAX_PRIORITY:  # numpy's least int64 has itself for absolute value
             raise InvalidRequestError(
-                f"{who}: priority is {_short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                f"{who}: priority is {short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         if priority and self.policy != "priority":
             raise InvalidRequestError(f"{who}: priority is {priority}, but scheduling_policy is {self.policy!r}")
@@ -217,7 +217,7 @@ class Limits:
         """What prefixes are told apart by; None: shared with all who have none."""
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InvalidRequestError(
-                f"{_name(request_id)}: cache_salt is {_short(salt)}, but must be a string, not empty"
+                f"{named(request_id)}: cache_salt is {short(salt)}, but must be a string, not empty"
             )
         return (salt or "").encode("utf-8", "surrogatepass")
 
@@ -228,18 +228,6 @@ class Limits:
         number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
         if not (number and timeout_s > 0):
             raise InvalidRequestError(
-                f"{_name(request_id)}: timeout_s is {_short(timeout_s)}, but must be a positive number of seconds"
+                f"{named(request_id)}: timeout_s is {short(timeout_s)}, but must be a positive number of seconds"
             )
         return float(min(timeout_s, _FOREVER_S))
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of too many digits
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _name(request_id: object) -> str:
-    return "request" if request_id is None else f"request {request_id}"

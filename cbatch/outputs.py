@@ -15,7 +15,7 @@ class RequestMetrics:
     first_token_time: float | None = None  # first token handed out
     finished_time: float | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache and not computed
-    num_preemptions: int = 0  # times its KV blocks were taken away and computed again
+    num_preemptions: int = 0  # times its KV blocks were taken away, to be computed again or copied back
 
 
 class Logprob(NamedTuple):

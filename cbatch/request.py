@@ -313,7 +313,26 @@ class RequestHandle:
             self._async_waiters = []
 
 
-class ParallelHandle(RequestHandle):
+class WholeHandle(RequestHandle):
+    """A request that is no stream of tokens itself: whoever asks for one hears why, from ``_refuse``."""
+
+    def next_chunk(self, timeout: float | None = None) -> NoReturn:
+        self._refuse("next_chunk")
+
+    async def anext_chunk(self) -> NoReturn:
+        self._refuse("anext_chunk")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    def __aiter__(self) -> NoReturn:
+        self._refuse("iteration over its tokens")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotImplementedError
+
+
+class ParallelHandle(WholeHandle):
     """A request with ``n`` above 1: wait for its ``result`` or abort it as a whole; its tokens are its children's."""
 
     def __init__(self, request_id: str, children: tuple[RequestHandle, ...]) -> None:
@@ -350,18 +369,6 @@ class ParallelHandle(RequestHandle):
     @property
     def finish_reason(self) -> NoReturn:
         self._refuse("finish_reason")
-
-    def next_chunk(self, timeout: float | None = None) -> NoReturn:
-        self._refuse("next_chunk")
-
-    async def anext_chunk(self) -> NoReturn:
-        self._refuse("anext_chunk")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
-
-    def __aiter__(self) -> NoReturn:
-        self._refuse("iteration over its tokens")
 
     async def anext_chunks(self) -> list[tuple[int, Chunk]]:
         running = [child for child in self._children if not child._end_read]

@@ -21,8 +21,6 @@ from cbatch.kernels import slot_layout as layout
 from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_BAD_WORDS", "MAX_BAD_WORD_LEN", "MAX_BIASES", "Encoded", "SlotUpload", "StepOps", "encode"]
-
 MIN_TOP_P = 1e-30  # keeps the largest logit alone; far below, it would round to 0, which keeps none
 MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30  # of repetition: far beyond, logits would overflow, and float32 has no more
 MAX_TEMPERATURE = 1e6  # uniform already over any logits; far above, its product with the noise would overflow

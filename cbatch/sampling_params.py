@@ -283,7 +283,7 @@ class SamplingParams:
         def given(name: str) -> Any:
             return getattr(config, name, None)
 
-        for name, neutral in _NOT_YET.items():
+        for name, neutral in ({"num_beams": 1} | NEUTRAL | NEUTRAL_SAMPLING).items():
             if given(name) not in (None, neutral, []):
                 raise InvalidRequestError(
                     f"the model's generation_config asks for {name}={given(name)!r}, which is not supported: "
@@ -329,35 +329,37 @@ _ELSEWHERE = {
     "stream": "AsyncLLM.generate streams, and output_kind says what",
 }
 
-# What else a generation_config may say about which tokens come, with the value that says nothing.
-_NOT_YET = {
+# What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
+# transformers would follow it, so it is refused and not ignored.
+NEUTRAL: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
     "min_length": 0,
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
     "sequence_bias": None,
     "guidance_scale": 1.0,
-    "stop_strings": None,
-    "top_h": None,
-    "exponential_decay_length_penalty": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
+    "token_healing": False,
     "penalty_alpha": 0.0,
     "dola_layers": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
     "constraints": None,
     "force_words_ids": None,
     "watermarking_config": None,
-    "token_healing": False,
+    "stop_strings": None,
+    "num_return_sequences": 1,
+}
+NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
 }
 
 
@@ -442,8 +444,10 @@ def _default(value: Any) -> str:
 
 # ---- one check a parameter: takes its name and value, gives back the value to keep
 
+_Check = Callable[[str, Any], Any]
 
-def _check_fields(params: Any, checks: Mapping[str, Callable[[str, Any], Any]], prefix: str = "") -> None:
+
+def _check_fields(params: Any, checks: Mapping[str, _Check], prefix: str = "") -> None:
     """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
     for name, check in checks.items():
         value = getattr(params, name)
@@ -483,6 +487,23 @@ def _out_of_range(name: str, value: Any, limits: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}={value} is out of range: it must be {limits}")
 
 
+def _range(kind: _Check, least: float, most: float = math.inf, *, or_none: bool = False) -> _Check:
+    """The check of a number, ``_whole`` or ``_real``, from ``least`` to ``most``."""
+    limits = f"at least {least}"
+    limits += f" and at most {most}" if most < math.inf else ""
+    limits += ", or None" if or_none else ""
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and or_none:
+            return None
+        number = kind(name, value)
+        if not least <= number <= most:
+            raise _out_of_range(name, number, limits)
+        return number
+
+    return check
+
+
 def _temperature(name: str, value: Any) -> float:
     temperature = _real(name, value)
     if temperature < 0:
@@ -504,25 +525,11 @@ def _top_p(name: str, value: Any) -> float:
     return top_p
 
 
-def _min_p(name: str, value: Any) -> float:
-    min_p = _real(name, value)
-    if not 0 <= min_p <= 1:
-        raise _out_of_range(name, min_p, "at least 0 and at most 1")
-    return min_p
-
-
 def _factor(name: str, value: Any) -> float:
     factor = _real(name, value)
     if factor <= 0:
         raise _out_of_range(name, factor, "above 0 (1 changes nothing)")
     return factor
-
-
-def _penalty(name: str, value: Any) -> float:
-    penalty = _real(name, value)
-    if not -2 <= penalty <= 2:
-        raise _out_of_range(name, penalty, "at least -2 and at most 2")
-    return penalty
 
 
 def _seed(name: str, value: Any) -> int | None:
@@ -534,38 +541,6 @@ def _seed(name: str, value: Any) -> int | None:
             f"{name}={seed} is out of range: it must fit into 64 bits, {_SEED_MIN} to {_SEED_MAX}"
         )
     return None if seed == -1 else seed
-
-
-def _n(name: str, value: Any) -> int:
-    n = _whole(name, value)
-    if not 1 <= n <= _MAX_N:
-        raise _out_of_range(name, n, f"at least 1 and at most {_MAX_N}")
-    return n
-
-
-def _max_tokens(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    max_tokens = _whole(name, value)
-    if max_tokens < 1:
-        raise _out_of_range(name, max_tokens, "at least 1, or None")
-    return max_tokens
-
-
-def _min_tokens(name: str, value: Any) -> int:
-    min_tokens = _whole(name, value)
-    if min_tokens < 0:
-        raise _out_of_range(name, min_tokens, "at least 0")
-    return min_tokens
-
-
-def _logprobs(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    logprobs = _whole(name, value)
-    if not 0 <= logprobs <= MAX_LOGPROBS:
-        raise _out_of_range(name, logprobs, f"at least 0 and at most {MAX_LOGPROBS}, or None")
-    return logprobs
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -632,20 +607,6 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def _beam_width(name: str, value: Any) -> int:
-    width = _whole(name, value)
-    if not 1 <= width <= MAX_LOGPROBS:
-        raise _out_of_range(name, width, f"at least 1 and at most {MAX_LOGPROBS}")
-    return width
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    count = _whole(name, value)
-    if count < 1:
-        raise _out_of_range(name, count, "at least 1")
-    return count
-
-
 def _zero(name: str, value: Any) -> float:
     number = _real(name, value)
     if number != 0:
@@ -701,7 +662,7 @@ def _true(name: str, value: Any) -> bool | None:
     return True if value else None
 
 
-_STRUCTURE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+_STRUCTURE_CHECKS: dict[str, _Check] = {
     "json": _schema,
     "regex": _text,
     "choice": _choice,
@@ -734,18 +695,18 @@ def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...] | None:
     return tuple(value) or None
 
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "n": _n,
+_CHECKS: dict[str, _Check] = {
+    "n": _range(_whole, 1, _MAX_N),
     "temperature": _temperature,
     "top_k": _top_k,
     "top_p": _top_p,
-    "min_p": _min_p,
+    "min_p": _range(_real, 0, 1),
     "repetition_penalty": _factor,
-    "presence_penalty": _penalty,
-    "frequency_penalty": _penalty,
+    "presence_penalty": _range(_real, -2, 2),
+    "frequency_penalty": _range(_real, -2, 2),
     "seed": _seed,
-    "max_tokens": _max_tokens,
-    "min_tokens": _min_tokens,
+    "max_tokens": _range(_whole, 1, or_none=True),
+    "min_tokens": _range(_whole, 0),
     "ignore_eos": _flag,
     "stop_token_ids": _token_ids,
     "stop": _stop,
@@ -753,10 +714,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "bad_words": _texts,
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,
-    "logprobs": _logprobs,
+    "logprobs": _range(_whole, 0, MAX_LOGPROBS, or_none=True),
     "structured_outputs": _structure,
     "logits_processors": _processors,
-    "prompt_logprobs": _logprobs,
+    "prompt_logprobs": _range(_whole, 0, MAX_LOGPROBS, or_none=True),
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
@@ -764,9 +725,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-_BEAM_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "beam_width": _beam_width,
-    "max_tokens": _at_least_one,
+_BEAM_CHECKS: dict[str, _Check] = {
+    "beam_width": _range(_whole, 1, MAX_LOGPROBS),
+    "max_tokens": _range(_whole, 1),
     "ignore_eos": _flag,
     "temperature": _zero,
     "length_penalty": _real,

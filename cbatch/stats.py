@@ -33,6 +33,7 @@ class StepClock:
         return 100.0 * self._busy_ms / total if total else 0.0
 
     def summary(self) -> dict[str, float]:
+        """Percentiles over the last 4,096 steps: of milliseconds on the device, and microseconds of the host."""
         rows = self._rows[: min(self.num_steps, _WINDOW)]
         if not len(rows):
             rows = np.zeros((1, 3))

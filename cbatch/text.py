@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import ConfigError, InvalidRequestError, described
+from cbatch.errors import ConfigError, InvalidRequestError, described, short
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
 
@@ -90,7 +90,7 @@ class Detokenizer:
         if finish_reason is None and window.endswith(_REPLACEMENT):
             if held <= _MAX_PARTIAL:
                 return ""
-            window, settled = self._without_the_half(window)
+            window, settled = self._without_the_half()
             if settled == self._settled:
                 return ""
         if window.startswith(self._broken):
@@ -109,7 +109,7 @@ class Detokenizer:
             del self._ids[self._settled :]  # ids that the tokenizer does not know: no text, ever
         return delta
 
-    def _without_the_half(self, window: str) -> tuple[str, int]:
+    def _without_the_half(self) -> tuple[str, int]:
         """The window without the last tokens, those that begin a character; how many tokens that leaves."""
         cuts = []
         for settled in range(len(self._ids) - 1, len(self._ids) - 1 - _MAX_PARTIAL, -1):
@@ -413,14 +413,14 @@ def encode_prompt(
         InvalidRequestError: there is no tokenizer, or the text cannot be encoded.
     """
     if tokenizer is None:
-        raise InvalidRequestError(f"{what} {_short(text)} is text, but there is no tokenizer: pass token ids")
+        raise InvalidRequestError(f"{what} {short(text)} is text, but there is no tokenizer: pass token ids")
     with lock_of(tokenizer):
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
             lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             why = error if lone is None else f"character {lone} is a lone surrogate, {text[lone]!r}"
-            raise InvalidRequestError(f"{what} {_short(text)} is not valid Unicode text: {why}") from None
+            raise InvalidRequestError(f"{what} {short(text)} is not valid Unicode text: {why}") from None
     return list(ids)
 
 
@@ -439,7 +439,7 @@ def check_tokenizer(tokenizer: Any) -> None:
         usable = False
     if not usable or isinstance(tokenizer, type):
         raise ConfigError(
-            f"tokenizer is {_short(tokenizer)}, but must be a folder, a hub name or a tokenizer of transformers"
+            f"tokenizer is {short(tokenizer)}, but must be a folder, a hub name or a tokenizer of transformers"
         )
 
 
@@ -457,7 +457,7 @@ def check_conversation(messages: Any) -> None:
         raise InvalidRequestError("a conversation needs at least one message")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise InvalidRequestError(f"message {number} is {_short(message)}: it must be a dict of role and content")
+            raise InvalidRequestError(f"message {number} is {short(message)}: it must be a dict of role and content")
 
 
 def render_chat(
@@ -509,14 +509,14 @@ class PromptLike:
             unknown = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt"}
             if not keys or unknown:
                 raise InvalidRequestError(
-                    f"prompt {_short(prompt)} must hold prompt or prompt_token_ids, and nothing else but cache_salt"
+                    f"prompt {short(prompt)} must hold prompt or prompt_token_ids, and nothing else but cache_salt"
                 )
             self.cache_salt = prompt.get("cache_salt")
             if "prompt_token_ids" in keys:
                 self.token_ids = _token_ids(prompt["prompt_token_ids"])
             text = prompt.get("prompt")
             if text is not None and not isinstance(text, str):
-                raise InvalidRequestError(f"prompt {_short(text)} must be text, not {type(text).__name__}")
+                raise InvalidRequestError(f"prompt {short(text)} must be text, not {type(text).__name__}")
             self.text = text
         elif isinstance(prompt, str):
             self.text = prompt
@@ -537,14 +537,9 @@ def _token_ids(value: Any) -> list[int]:
         value = value.tolist()
     if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Iterable):
         raise InvalidRequestError(
-            f"prompt {_short(value)} must be text, a list of token ids or a dict, not {type(value).__name__}"
+            f"prompt {short(value)} must be text, a list of token ids or a dict, not {type(value).__name__}"
         )
     return list(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()

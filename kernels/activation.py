@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
-
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 
 @triton.jit
@@ -91,7 +89,6 @@ def _launch(x: Tensor, num_columns: int, act: str, gated: bool) -> Tensor:
             ACT=act,
             GATED=gated,
             num_warps=4,
-            **pdl_options(x.device),
-            **FMA,
+            **launch_options(x.device),
         )
     return out

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import slot_layout as layout
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
 TILE = 4096  # columns that a program looks at together
 
 TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
@@ -268,7 +267,6 @@ def thresholds(
         NUM_WORDS=slot_params.shape[1],
         TILE=TILE,
         num_warps=16,
-        **FMA,
-        **pdl_options(logits.device),
+        **launch_options(logits.device),
     )
     return out

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import slot_layout as layout
-from cbatch.kernels.filters import FMA
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 from cbatch.kernels.sampling import CHUNK, COUNTED, FEATURES, NUM_RECENT, RECENT
 
 REPETITION = tl.constexpr(layout.REPETITION)
@@ -149,7 +148,6 @@ def process_logits(
         NUM_WORDS=slot_params.shape[1],
         BLOCK=CHUNK,
         num_warps=8,
-        **FMA,
-        **pdl_options(logits.device),
+        **launch_options(logits.device),
     )
     return out

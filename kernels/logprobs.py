@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.filters import FMA
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 from cbatch.kernels.sampling import pack
 
 GROUP = 128  # columns: of 128,256 there are 1,002 groups, one more load for each of the k that are wanted
@@ -133,7 +132,7 @@ def logprobs(
     num_chunks = triton.cdiv(num_columns, GROUPS * GROUP)
     best = torch.empty(num_rows, num_chunks * GROUPS, dtype=torch.int64, device=logits.device)
     parts = torch.empty(num_rows, num_chunks, 3, dtype=torch.float32, device=logits.device)
-    pdl = pdl_options(logits.device)
+    options = launch_options(logits.device)
     _parts_kernel[(num_rows, num_chunks)](
         logits,
         sampled,
@@ -144,8 +143,7 @@ def logprobs(
         GROUPS=GROUPS,
         GROUP=GROUP,
         num_warps=8,
-        **FMA,
-        **pdl,
+        **options,
     )
     _logprobs_kernel[(num_rows,)](
         logits,
@@ -162,6 +160,5 @@ def logprobs(
         GROUPS=GROUPS,
         GROUP=GROUP,
         num_warps=4,
-        **FMA,
-        **pdl,
+        **options,
     )

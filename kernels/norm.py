@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
-
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 
 @triton.jit
@@ -234,6 +232,5 @@ def _launch(
         HAS_NORM=weight is not None,
         HAS_BIAS=bias is not None,
         num_warps=min(16, max(1, block // 256)),  # 16 bytes a thread and load in 16 bits, as far as 4,096 columns
-        **pdl_options(x.device),
-        **FMA,
+        **launch_options(x.device),
     )

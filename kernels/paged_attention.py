@@ -24,10 +24,9 @@ from torch import Tensor
 
 from cbatch.kernels import paged_decode, paged_prefill
 from cbatch.kernels.attention import AttentionBatch
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 MAX_HEAD_DIM = 256
-FMA = {"enable_fp_fusion": True}  # said at every launch: Triton 3.9 warns where it is left to the default
 
 
 @triton.jit
@@ -109,8 +108,7 @@ def write_kv(
         K_PADDED=triton.next_power_of_2(k_dim),
         V_PADDED=triton.next_power_of_2(v.shape[2]),
         num_warps=4,
-        **pdl_options(k.device),
-        **FMA,
+        **launch_options(k.device),
     )
 
 
@@ -251,8 +249,7 @@ class TritonAttention:
             HAS_SINKS=sinks is not None,
             num_warps=num_warps,
             num_stages=num_stages,
-            **pdl_options(q.device),
-            **FMA,
+            **launch_options(q.device),
         )
 
     def _plan(self, window: int, block_n: int, num_kv_heads: int, num_resident: int, mixed: bool) -> Tensor:
@@ -289,8 +286,7 @@ class TritonAttention:
             MIXED=mixed,
             HAS_WINDOW=window > 0,
             num_warps=4,
-            **pdl_options(self._device),
-            **FMA,
+            **launch_options(self._device),
         )
         self._plans[key] = plan
         return plan
@@ -370,8 +366,7 @@ class TritonAttention:
             MIN_SPLIT=paged_prefill.MIN_PREFILL_SPLIT,
             num_warps=num_warps,
             num_stages=num_stages,
-            **pdl_options(q.device),
-            **FMA,
+            **launch_options(q.device),
         )
         if split:
             num_slices = block_m // paged_prefill.LINES
@@ -396,8 +391,7 @@ class TritonAttention:
                 LINES=paged_prefill.LINES,
                 CHUNK=max(1, 512 // v_padded),
                 num_warps=4,
-                **pdl_options(q.device),
-                **FMA,
+                **launch_options(q.device),
             )
 
     def _grown(self, kept: list[Tensor], size: int, dtype: torch.dtype) -> Tensor:

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.norm import FMA, add_up, load_parts
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.norm import add_up, load_parts
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 
 @triton.jit
@@ -228,6 +228,5 @@ def _launch(
         HAS_ROPE=cos_sin is not None,
         HAS_SLOTS=slot_mapping is not None,
         num_warps=num_warps,
-        **pdl_options(heads.device),
-        **FMA,
+        **launch_options(heads.device),
     )

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import slot_layout as layout
-from cbatch.kernels.filters import FMA, TEMPERATURE, thresholds
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.filters import TEMPERATURE, thresholds
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 # No kernel may call an argument "params": the launcher that Triton 3.6 generates has a variable of that name.
 CHUNK = 4096  # columns of one program that chooses: 32 rows of 128,256 are one wave of programs
@@ -101,8 +101,7 @@ def begin_step(
         NUM_WORDS=slot_params.shape[1],
         BLOCK=block,
         num_warps=2,
-        **FMA,
-        **pdl_options(out.device),
+        **launch_options(out.device),
     )
     return out
 
@@ -262,7 +261,7 @@ def _choose(
     num_rows, num_columns = logits.shape
     num_chunks = triton.cdiv(num_columns, CHUNK)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    pdl = pdl_options(logits.device)
+    options = launch_options(logits.device)
     num_words = 0 if slot_params is None else slot_params.shape[1]
     words = out_slots if slot_params is None else slot_params  # what a launch does not read is any tensor
     places = [out_slots if tensor is None else tensor for tensor in (positions, sample_rows)]
@@ -280,8 +279,7 @@ def _choose(
         NOISE=slot_params is not None,
         FILTERED=limits is not None,
         num_warps=8,
-        **FMA,
-        **pdl,
+        **options,
     )
     _finish_kernel[(num_rows,)](
         best,
@@ -299,6 +297,5 @@ def _choose(
         NUM_WORDS=num_words,
         KEEP=counts is not None,
         num_warps=1,
-        **FMA,
-        **pdl,
+        **options,
     )

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor, dtype, float32
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cbatch.kernels.activation import FMA, apply_act
+from cbatch.kernels.activation import apply_act
 from cbatch.kernels.norm import add_up, load_parts
-from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 # num_rows is rounded up to one of these, and to nothing else: few variants to compile. What is no power of two is made
 # of two, the larger first: 65 rows at the price of 128 would cost a step a tenth more than 64. There is no 48: made of
@@ -215,8 +215,7 @@ def skinny_gemm(
         HAS_BIAS=bias is not None,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
-        **pdl_options(x.device),
-        **FMA,
+        **launch_options(x.device),
     )
     return out
 
@@ -230,6 +229,6 @@ def sum_partials(
     out = partials.new_empty(shape, dtype=dtype)
     block = 1024
     _sum_partials_kernel[(triton.cdiv(out.numel(), block),)](
-        partials, out, out.numel(), NUM_PARTS=num_parts, BLOCK=block, num_warps=4, **pdl_options(out.device), **FMA
+        partials, out, out.numel(), NUM_PARTS=num_parts, BLOCK=block, num_warps=4, **launch_options(out.device)
     )
     return out

@@ -37,6 +37,7 @@ from torch import Tensor
 from cbatch.kernels.attention import AttentionBatch
 
 CHUNK = 64  # tokens of one GEMM: pages smaller than this are joined
+BAND_COST = 256  # chunks, see ``_split_into_bands``
 QUERY_BLOCK = 256  # queries whose scores are kept at once where SDPA cannot serve (softcap, sinks)
 
 
@@ -278,15 +279,15 @@ class _DecodePlan:
         )
 
 
-def _split_into_bands(counts: list[int], band_cost: int = 256) -> list[tuple[list[int], int]]:
+def _split_into_bands(counts: list[int]) -> list[tuple[list[int], int]]:
     """Group rows so that one long row does not make a rectangle of all: (rows, chunks of the longest) a band.
 
-    A band costs four more operators a layer, about as much as softmax over band_cost chunks.
+    A band costs four more operators a layer, about as much as softmax over ``BAND_COST`` chunks.
     """
     order = sorted((row for row in range(len(counts)) if counts[row]), key=lambda row: -counts[row])
     bands: list[tuple[list[int], int]] = []
     for i, row in enumerate(order):
-        if not bands or (bands[-1][1] - counts[row]) * (len(order) - i) > band_cost:
+        if not bands or (bands[-1][1] - counts[row]) * (len(order) - i) > BAND_COST:
             bands.append(([], counts[row]))
         bands[-1][0].append(row)
     return [(_deal(rows), most) for rows, most in bands]

@@ -73,19 +73,8 @@ class BlockTables:
 
     def start(self, slot: int, prefix: list[list[int]]) -> None:
         """A free slot's row begins with cached blocks: for each column the block of each group."""
-        if not prefix:
-            return
-        columns = np.array(prefix, np.int32).T
-        for i, (window, groups) in enumerate(self.windows):
-            first = self._first_column(window, len(prefix) * self._size)
-            columns[groups, :first] = DUMMY_BLOCK
-            self.first_columns[i, slot] = first
-        self._blocks.hold(columns[columns != DUMMY_BLOCK])
-        if self.windows:
-            self._set_drop_at(slot)
-        self.tables[:, slot, : len(prefix)] = columns
-        self.num_columns[slot] = len(prefix)
-        self._note(self._slot_base[slot] + np.arange(len(prefix)))
+        if prefix:
+            self._begin(slot, np.array(prefix, np.int32).T, len(prefix) * self._size)
 
     def fork(self, parent: int, slot: int, num_tokens: int) -> bool:
         """A free slot's row begins with the blocks of another one, which hold ``num_tokens`` tokens.
@@ -93,30 +82,21 @@ class BlockTables:
         Whole blocks are shared, and never written again by either. What is in the last one is copied by the next step.
         False, and nothing done, if the other one's windows have moved on so far that something is missing.
         """
-        count, rest = divmod(num_tokens, self._size)
-        firsts = [self._first_column(window, num_tokens) for window, _ in self.windows]
-        if any(first < held for first, held in zip(firsts, self.first_columns[:, parent].tolist(), strict=True)):
+        columns = self.resumable_blocks(parent, num_tokens)
+        if columns is None:
             return False
-        columns = self.tables[:, parent, :count].copy()
-        for i, (_, groups) in enumerate(self.windows):
-            columns[groups, : firsts[i]] = DUMMY_BLOCK
-            self.first_columns[i, slot] = firsts[i]
-        if self.windows:
-            self._set_drop_at(slot)
-        self._blocks.hold(columns[columns != DUMMY_BLOCK])
-        self.tables[:, slot, :count] = columns
-        self.num_columns[slot] = count
-        self._note(self._slot_base[slot] + np.arange(count))
-        if rest:
+        count = num_tokens // self._size
+        self._begin(slot, columns[:, :count], num_tokens)
+        if count < columns.shape[1]:
             self.extend(slot, 1)
-            source = self.tables[:, parent, count].copy()
+            source = columns[:, count]
             if parent in self._copies and count == self.num_columns[parent] - 1:  # its own copy is not made yet
                 source = self._copies[parent][0]
             self._blocks.hold(source)
             self._copies[slot] = source, self.tables[:, slot, count].copy()
         return True
 
-    def saved(self, slot: int, num_tokens: int) -> Ints | None:
+    def resumable_blocks(self, slot: int, num_tokens: int) -> Ints | None:
         """The blocks ``[groups, columns]`` behind whose first ``num_tokens`` tokens computing can go on; or the dummy.
 
         None if the windows have moved on so far that something is missing.
@@ -245,6 +225,20 @@ class BlockTables:
     def copied_blocks(self) -> list[int]:
         """The blocks that are held to be copied, for ``check``."""
         return [block for sources, _ in self._copies.values() for block in sources.tolist()]
+
+    def _begin(self, slot: int, columns: Ints, num_tokens: int) -> None:
+        """A free slot's row begins with blocks ``[groups, columns]``, as far as the query behind their tokens sees."""
+        for i, (window, groups) in enumerate(self.windows):
+            first = self._first_column(window, num_tokens)
+            columns[groups, :first] = DUMMY_BLOCK
+            self.first_columns[i, slot] = first
+        if self.windows:
+            self._set_drop_at(slot)
+        self._blocks.hold(columns[columns != DUMMY_BLOCK])
+        count = columns.shape[1]
+        self.tables[:, slot, :count] = columns
+        self.num_columns[slot] = count
+        self._note(self._slot_base[slot] + np.arange(count))
 
     def _note(self, cells: NDArray[np.int64]) -> None:
         """Cells (slot and column) of all groups have changed."""

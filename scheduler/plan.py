@@ -180,8 +180,8 @@ class Finish:
 class Landed:
     """The tokens of a step that count, in row order, and the sequences that ended with theirs."""
 
-    sequences: NDArray[np.object_]
-    tokens: NDArray[np.int32]
+    sequences: NDArray[np.object_]  # [num_landed] of Sequence
+    tokens: NDArray[np.int32]  # [num_landed]
     finished: list[Finish]
     num_wasted: int  # rows computed for a sequence that had already ended, or was preempted or aborted
-    rows: NDArray[np.intp] | None  # which of the step's sampled rows these are; None for all
+    rows: NDArray[np.intp] | None  # [num_landed], which of the step's sampled rows these are; None for all

@@ -54,8 +54,6 @@ class PrefixCache:
         self._pending: dict[Key, int] = {}  # next block of a running prefill -> its rank
         self._last_number = 0
         self.root = Node(0, None, 0, (0, b""), [])
-        self.num_asked_tokens = 0
-        self.num_hit_tokens = 0
         blocks.forget = self._forget
 
     def __len__(self) -> int:

@@ -30,11 +30,9 @@ POLICIES: tuple[Policy, ...] = ("fcfs", "priority", "longest_prefix")
 LOOK_AHEAD = 64  # waiting sequences that may be looked at, and overtaken by others, in one step
 ARRIVAL_BITS = 40
 
-_NO_FINISHES: list[Finish] = []
-
 
 class Scheduler:
-    """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation.
+    """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation or by swapping.
 
     A step takes every decoding sequence (one token each), then prefills by rank, the running ones' chunks and new
     sequences, while ``max_num_batched_tokens``, slots and blocks last. The rank is the order of arrival; with the
@@ -315,7 +313,7 @@ class Scheduler:
             return
         if self.prefix_cache is not None and sequence.node is None:
             return
-        blocks = self.block_tables.saved(slot, num_tokens)
+        blocks = self.block_tables.resumable_blocks(slot, num_tokens)
         if blocks is not None:
             count = int(np.count_nonzero(blocks))
             if count <= self.swap.num_free and self.swap.is_cheaper(2 * count, num_tokens):
@@ -676,7 +674,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
-        """Fill the views of a step: decode rows in one go, then a loop over the prefill chunks."""
+        """Fill the views of a step: decode rows in one go, then the prefill chunks. What ends by length is released."""
         t, tables, size = self.tables, self.block_tables.tables, self.block_size
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
@@ -700,40 +698,11 @@ class Scheduler:
         t.num_tokens[slots] = contexts + 1
         max_query_len, max_context_len = (1, int(contexts.max())) if n else (0, 0)
         num_pairs = 0
-
         if chunks:
-            sampled = []
-            token, row, sample = n, n, n
-            for sequence, count in chunks:
-                slot = sequence.slot
-                start = int(t.num_computed[slot])
-                end = start + count
-                where = np.arange(start, end)
-                stop = token + count
-                host.input_ids[token:stop] = t.tokens[slot, start:end]
-                host.positions[token:stop] = where
-                host.carry_slots[token:stop] = -1
-                host.slot_mapping[:, token:stop] = tables[:, slot, where // size] * size + where % size
-                host.row_slots[row] = slot
-                host.cu_seqlens_q[row + 1] = stop
-                host.context_lens[row] = end
-                t.num_computed[slot] = end
-                num_pairs += count * (start + end) // 2
-                max_query_len, max_context_len = max(max_query_len, count), max(max_context_len, end)
-                if end == t.num_tokens[slot]:  # the whole prompt is computed: its last token is sampled from
-                    host.sample_rows[sample] = stop - 1
-                    host.out_slots[sample] = slot
-                    t.num_tokens[slot] = end + 1
-                    if sequence.pauses:
-                        self._paused.add(sequence)
-                    else:
-                        t.decoding[slot] = True
-                    sampled.append(slot)
-                    sample += 1
-                token, row = stop, row + 1
-            over = t.decoding
-            self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
-            slots = np.concatenate((slots, np.array(sampled, np.intp)))
+            slots = np.concatenate((slots, self._write_chunks(host, chunks, num_decodes)))
+            counts, ends = [count for _, count in chunks], host.context_lens[n:num_rows].tolist()
+            max_query_len, max_context_len = max(max_query_len, *counts), max(max_context_len, *ends)
+            num_pairs = sum(count * (2 * end - count) // 2 for count, end in zip(counts, ends, strict=True))
         num_samples = int(slots.size)
 
         num_updates, num_overflow, num_copies = self.block_tables.write_changes(host)
@@ -773,6 +742,43 @@ class Scheduler:
             self.num_in_flight += 1
         return plan
 
+    def _write_chunks(self, host: HostBatch, chunks: list[tuple[Sequence, int]], num_decodes: int) -> NDArray[np.intp]:
+        """The rows of prefill chunks, behind the decode rows; returns the slots of those that are sampled from.
+
+        These are the sequences whose known tokens are all computed then; from the next step on they decode, or pause.
+        """
+        t, tables, size = self.tables, self.block_tables.tables, self.block_size
+        sampled = []
+        token = row = sample = num_decodes
+        for sequence, count in chunks:
+            slot = sequence.slot
+            start = int(t.num_computed[slot])
+            end = start + count
+            where = np.arange(start, end)
+            stop = token + count
+            host.input_ids[token:stop] = t.tokens[slot, start:end]
+            host.positions[token:stop] = where
+            host.carry_slots[token:stop] = -1
+            host.slot_mapping[:, token:stop] = tables[:, slot, where // size] * size + where % size
+            host.row_slots[row] = slot
+            host.cu_seqlens_q[row + 1] = stop
+            host.context_lens[row] = end
+            t.num_computed[slot] = end
+            if end == t.num_tokens[slot]:
+                host.sample_rows[sample] = stop - 1
+                host.out_slots[sample] = slot
+                t.num_tokens[slot] = end + 1
+                if sequence.pauses:
+                    self._paused.add(sequence)
+                else:
+                    t.decoding[slot] = True
+                sampled.append(slot)
+                sample += 1
+            token, row = stop, row + 1
+        over = t.decoding
+        self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
+        return np.array(sampled, np.intp)
+
     def _settle(self, slots: NDArray[np.intp], chunks: list[tuple[Sequence, int]]) -> None:
         """Behind a step that has been written: publish the blocks that it completes, drop what no later one sees."""
         t = self.tables
@@ -807,11 +813,10 @@ class Scheduler:
     def land(self, plan: StepPlan, tokens: NDArray[np.int32]) -> Landed:
         """Take in the sampled tokens ``[num_samples]`` of a step, one or more steps after it was planned."""
         t, slots, live_tokens = self.tables, plan.slots, tokens
-        finished = _NO_FINISHES
+        finished: list[Finish] = []
         keep = None
         stale = (t.epoch.take(slots) != plan.epochs).nonzero()[0]
         if stale.size:
-            finished = []
             keep = np.ones(slots.size, np.bool_)
             keep[stale] = False
             slots, live_tokens = slots[keep], tokens[keep]
@@ -829,8 +834,6 @@ class Scheduler:
             for sequence in t.sequences[complete]:
                 self._publish_block(sequence)
         for i in self._stopped(slots, live_tokens):
-            if finished is _NO_FINISHES:
-                finished = []
             sequence = t.sequences[slots[i]]
             self._release_slot(sequence)
             self._finish(sequence, "stop", int(live_tokens[i]), finished)

@@ -20,7 +20,7 @@ class Status(Enum):
 
 
 class Sequence:
-    """One prompt and the tokens that grow behind it.
+    """One prompt, ``prompt_token_ids [num_tokens]`` int32 (nobody writes them again), and what grows behind it.
 
     ``payload`` is the caller's own object, handed back untouched with every landed token. ``max_len`` is the total
     length at which the sequence ends. ``sampling_bits`` (int32) goes to the device with the slot, and ``flags`` are
@@ -28,7 +28,8 @@ class Sequence:
     where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``. One that has
     ``skip_reading_prefix_cache`` computes every token itself, as where something is wanted of each; others may hit it.
 
-    ``num_cached_tokens`` says how many tokens its last admission found in the prefix cache and did not compute.
+    ``num_cached_tokens`` says how many tokens its last admission did not compute: they were in the prefix cache, or in
+    host memory, or are those of the sequence that it was forked from.
 
     ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once. One that
     ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``go_on``.

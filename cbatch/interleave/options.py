@@ -9,44 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError
+from cbatch.sampling_params import NEUTRAL, NEUTRAL_SAMPLING
 
-# What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
-# transformers would follow it, so here it is refused and not ignored.
-_NEUTRAL: dict[str, Any] = {
+_NEUTRAL = NEUTRAL | {
     "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
     "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "guidance_scale": 1.0,
     "remove_invalid_values": False,
     "renormalize_logits": False,
-    "token_healing": False,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "constraints": None,
-    "force_words_ids": None,
-    "watermarking_config": None,
-    "stop_strings": None,
     "max_time": None,
-    "num_return_sequences": 1,
 }
-_NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
-    "min_p": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-}
+_NEUTRAL_SAMPLING = NEUTRAL_SAMPLING | {"min_p": None}
 _NEW_TOKENS, _TOP_K = 20, 50  # where neither the call nor the model says: transformers' own defaults
 _COLDEST = 1e-30  # a logit divided by less may be no float32 any more, and then every token is token 0
 

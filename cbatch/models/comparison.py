@@ -5,6 +5,8 @@ keeps keys and values in plain tensors.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,9 @@ from cbatch.scheduler.kv_spec import KVSpec
 _HARMLESS_EXTRAS = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that families pass along to every attention implementation and that need no answer."""
 
-LARGEST_PROBED_WINDOW = 64  # positions; probing beyond a larger window would make the probe slow
+Rows = list[tuple[str, int, list[int]]]
+"""Of a packed step: sequence, its first position, tokens."""
+_LARGEST_PROBED_WINDOW = 64  # positions; probing beyond a larger window would make the probe slow
 
 
 @dataclass
@@ -40,8 +44,11 @@ class DenseAttend:
     keys: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
     values: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
 
-    def begin(self, rows: list[tuple[str, int]]) -> None:
-        self.rows, self.calls = rows, []
+    def begin(self, rows: Rows) -> tuple[list[int], list[int]]:
+        """The next step has these rows; its tokens and their positions."""
+        self.rows, self.calls = [(sequence, len(tokens)) for sequence, _, tokens in rows], []
+        positions = [first + i for _, first, tokens in rows for i in range(len(tokens))]
+        return [token for _, _, tokens in rows for token in tokens], positions
 
     def __call__(
         self,
@@ -113,33 +120,50 @@ def _refuse_what_we_would_ignore(
             raise UnsupportedModelError(f"attention was handed a tensor {name!r}, which cannot be honoured here")
 
 
-def packed_logits(model: Model) -> list[Tensor]:
-    """The logits of each token of two sequences of different length, [num_tokens, vocab_size] each.
-
-    In two packed steps, without pages: the second has a decode and a chunk of a prompt, and samples out of order.
-    """
-    windows = [spec.window for spec in model.kv_specs if 0 < spec.window <= LARGEST_PROBED_WINDOW]
-    dice = random.Random(0)  # our own: the global state is the caller's
+def random_tokens(
+    kv_specs: Iterable[KVSpec], max_model_len: int, vocab_size: int, seed: int
+) -> tuple[list[int], list[int]]:
+    """Two sequences of different length, the first of which is longer than the windows."""
+    windows = [spec.window for spec in kv_specs if 0 < spec.window <= _LARGEST_PROBED_WINDOW]
+    dice = random.Random(seed)  # our own: the global state is the caller's
     a, b = (
-        [dice.randrange(model.vocab_size) for _ in range(min(length, model.max_model_len))]
+        [dice.randrange(vocab_size) for _ in range(min(length, max_model_len))]
         for length in (max([7, *(window + 5 for window in windows)]), 5)
     )
+    return a, b
+
+
+def logits_in_two_steps(
+    step: Callable[[Rows, list[int]], Tensor],  # of rows and the tokens to sample: logits [num_samples, vocab_size]
+    a: list[int],
+    b: list[int],
+    watch: AbstractContextManager[Any] = nullcontext(),
+) -> list[Tensor]:
+    """The logits of all tokens of two sequences, [len(a), vocab_size] and [len(b), vocab_size].
+
+    The second step, inside ``watch``, has a decode and a chunk of a prompt.
+    """
+    head_a, head_b = len(a) - 1, len(b) - 2
+    one = step([("A", 0, a[:-1]), ("B", 0, b[:-2])], [*range(head_a + head_b)])
+    with watch:  # not the first step, which may fill caches
+        # Samples out of order, so that a model which drops or sorts them is noticed.
+        two = step([("A", head_a, a[-1:]), ("B", head_b, b[-2:])], [2, 0, 1])
+    return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]
+
+
+def packed_logits(model: Model) -> list[Tensor]:
+    """The logits of each token of two sequences, [num_tokens, vocab_size] each: in packed steps, without pages."""
     dense = DenseAttend()
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return dense(layer, q, k, v, mask=None, extras={}, **options)
 
-    def step(rows: list[tuple[str, int, list[int]]], samples: list[int]) -> Tensor:
-        dense.begin([(sequence, len(tokens)) for sequence, _, tokens in rows])
-        ids = [token for _, _, tokens in rows for token in tokens]
-        positions = [first + i for _, first, tokens in rows for i in range(len(tokens))]
-        inputs = [torch.tensor(x, dtype=torch.int64, device=model.device) for x in (ids, positions, samples)]
+    def step(rows: Rows, samples: list[int]) -> Tensor:
+        inputs = [torch.tensor(x, dtype=torch.int64, device=model.device) for x in (*dense.begin(rows), samples)]
         return model.forward(inputs[0], inputs[1], inputs[2], attend)
 
-    head_a, head_b = len(a) - 1, len(b) - 2
-    one = step([("A", 0, a[:-1]), ("B", 0, b[:-2])], [*range(head_a + head_b)])
-    two = step([("A", head_a, a[-1:]), ("B", head_b, b[-2:])], [2, 0, 1])
-    return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]
+    a, b = random_tokens(model.kv_specs, model.max_model_len, model.vocab_size, seed=0)
+    return logits_in_two_steps(step, a, b)
 
 
 class Rule:

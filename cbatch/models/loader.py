@@ -28,6 +28,7 @@ from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_sc
 from cbatch.models.config_facts import model_facts
 from cbatch.models.decoder import Decoder, DecoderMismatch
 from cbatch.models.decoder_config import FAMILIES, decoder_config
+from cbatch.models.demo import NAME as DEMO
 from cbatch.models.demo import ensure_demo_model
 from cbatch.models.light_imports import light_imports
 from cbatch.models.weight_sources import RandomSource
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from cbatch.models.transformers_model import TransformersModel
 
 _log = logging.getLogger(__name__)
-DEMO = "smollm2-135m"
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 

@@ -5,7 +5,6 @@ Five short forwards in all. Knows no cache pages.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.models import config_facts
-from cbatch.models.comparison import LARGEST_PROBED_WINDOW, DenseAttend, LayerCall, Rule
+from cbatch.models.comparison import DenseAttend, LayerCall, Rows, Rule, logits_in_two_steps, random_tokens
 from cbatch.models.hand_over import IMPLEMENTATION, answering
 
 
@@ -78,15 +77,13 @@ def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, 
     layers, vocab_size = tuple(steps.dense.calls), min(logits.shape[-1], _num_embeddings(module) or logits.shape[-1])
     _check_layers(module, layers, max_model_len)
 
-    windows = [layer.spec.window for layer in layers if 0 < layer.spec.window <= LARGEST_PROBED_WINDOW]
-    lengths = [min(length, max_model_len) for length in (max([7, *(w + 5 for w in windows)]), 5)]
     experts = any("expert" in name for name, _ in module.named_modules())
     rule = Rule(dtype, experts)
     waits = _WaitsForDevice()
     for attempt in range(rule.attempts):
-        dice = random.Random(attempt)  # our own: the global state is the caller's
-        a, b = ([dice.randrange(vocab_size) for _ in range(length)] for length in lengths)
-        got = steps.together(a, b, waits)
+        a, b = random_tokens([layer.spec for layer in layers], max_model_len, vocab_size, seed=attempt)
+        steps.dense = DenseAttend()
+        got = logits_in_two_steps(steps.packed, a, b, waits)
         set_attention(module, "eager")  # the definition: sdpa ignores softcap and sinks
         try:
             alone = [_logits(module, input_ids=steps.tensor(ids)[None]) for ids in (a, b)]
@@ -111,28 +108,13 @@ class _Steps:
     def tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def packed(self, rows: list[tuple[str, int, list[int]]], sample_rows: list[int]) -> Tensor:
-        """One step over rows of (sequence, first position, tokens): logits [num_samples, vocab_size]."""
-        self.dense.begin([(sequence, len(tokens)) for sequence, _, tokens in rows])
-        ids = self.tensor([token for _, _, tokens in rows for token in tokens])
-        positions = self.tensor([first + i for _, first, tokens in rows for i in range(len(tokens))])
-        samples = self.tensor(sample_rows)
+    def packed(self, rows: Rows, sample_rows: list[int]) -> Tensor:
+        """One step: logits [num_samples, vocab_size]."""
+        ids, positions, samples = map(self.tensor, (*self.dense.begin(rows), sample_rows))
         options = {"logits_to_keep": samples} if self.takes_logits_to_keep else {}
         with answering(self.dense):
             logits = _logits(self.module, input_ids=ids[None], position_ids=positions[None], **options)
         return logits if self.takes_logits_to_keep else logits[samples]
-
-    def together(self, a: list[int], b: list[int], waits: _WaitsForDevice) -> list[Tensor]:
-        """The logits of all tokens of two sequences, [len(a), vocab_size] and [len(b), vocab_size], in two steps."""
-        self.dense = DenseAttend()
-        head_a, head_b = len(a) - 1, len(b) - 2
-        one = self.packed([("A", 0, a[:-1]), ("B", 0, b[:-2])], sample_rows=[*range(head_a + head_b)])
-        with waits:  # not in the first step, which may fill caches
-            two = self.packed(
-                [("A", head_a, a[-1:]), ("B", head_b, b[-2:])],
-                sample_rows=[2, 0, 1],  # out of order, so that a model which drops or sorts them is noticed
-            )
-        return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]
 
 
 def _logits(module: nn.Module, **inputs: Tensor) -> Tensor:

@@ -80,19 +80,9 @@ class TransformersModel:
         input_ids, positions, sample_rows = input_ids.long(), positions.long(), sample_rows.long()
 
         def answer(
-            module: nn.Module,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            *,
-            scale: float,
-            window: int,
-            softcap: float,
-            sinks: Tensor | None,
-            mask: Any,
-            extras: dict[str, Any],
-        ) -> Tensor:
-            return attend(layer_of[module], q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, extras: dict[str, Any], **options: Any
+        ) -> Tensor:  # the probe has seen that mask and extras say nothing
+            return attend(layer_of[module], q, k, v, **options)
 
         options: dict[str, Any] = {"logits_to_keep": sample_rows} if self._takes_logits_to_keep else {}
         with answering(answer):
