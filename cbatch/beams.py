@@ -126,7 +126,7 @@ class Beams:
                 owner.take(landed.sequences[row], logprobs.ids[row, 1:], logprobs.values[row, 1:])
         over = []
         for group in dict.fromkeys(owner for owner in owners if owner is not None):
-            if group.is_complete and not group.go_on():
+            if group.is_complete and not group.advance():
                 over.append((group.handle, group.handle.search.finished))
                 self.abort(group.handle)
         landed = replace(landed, sequences=landed.sequences[others], tokens=landed.tokens[others])
@@ -164,7 +164,7 @@ class _Group:
             self._records[index] = ids[:count], values[:count]
             self._epochs[index] = beam.epoch
 
-    def go_on(self) -> bool:
+    def advance(self) -> bool:
         """One step of the search; False when it is over."""
         handle, scheduler = self.handle, self._scheduler
         ids, values = zip(*(record for record in self._records if record is not None), strict=True)
@@ -180,7 +180,7 @@ class _Group:
         new: list[Sequence] = []
         for child, (parent, token) in enumerate(chosen):
             if heirs[parent] == child and self._pauses(parent):
-                scheduler.go_on(self._beams[parent], token)
+                scheduler.unpause(self._beams[parent], token)
                 new.append(self._beams[parent])
             else:
                 new.append(self._branch(parent, handle.search.beams[child]))

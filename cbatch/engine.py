@@ -22,7 +22,8 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -59,7 +60,7 @@ from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptRows, prompt_rows
 from cbatch.request import RequestHandle
 from cbatch.sampler import HELD, LOGPROBS, PROCESSED
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
-from cbatch.scheduler.kv_spec import group_layers
+from cbatch.scheduler.kv_spec import KVGroup, group_layers
 from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import StepPlan
 from cbatch.scheduler.scheduler import Scheduler
@@ -101,36 +102,17 @@ class Engine:
         """
         config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
         self.startup_s: dict[str, float] = {}  # what building took, part by part, in seconds
-        begin = time.perf_counter()
         self.model, self.tokenizer = model, tokenizer
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
         if model.device.type == "cuda":
-            precompile(model, config, groups)
-            self.startup_s["kernels"] = time.perf_counter() - begin
-            begin = time.perf_counter()
-        self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
+            with self._timed("kernels"):
+                precompile(model, config, groups)
+        with self._timed("memory"):
+            self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
-        self.startup_s["memory"] = time.perf_counter() - begin
-        try:
-            self.scheduler = Scheduler(
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-                num_groups=len(groups),
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                max_prompt_logits=MAX_PROMPT_LOGITS,
-                windows=tuple(group.spec.window for group in groups),
-                policy=config.scheduling_policy,
-                prefix_caching=bool(config.enable_prefix_caching),
-                num_host_blocks=num_host_blocks(config, model, groups),
-            )
-        except MemoryError as error:
-            raise ConfigError(
-                f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
-                f"do not fit: {error}"
-            ) from error
+        self.depth = config.depth
+        self.scheduler = _scheduler(config, model, groups)
         limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=config.max_model_len,
@@ -140,18 +122,15 @@ class Engine:
             has_tokenizer=tokenizer is not None,
             policy=config.scheduling_policy,
         )
-        begin = time.perf_counter()
-        self._executor = Executor(
-            model, config, groups, backend, self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
-        )
+        max_blocks_per_seq, max_spare_words = self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
+        with self._timed("graphs"):
+            self._executor = Executor(model, config, groups, backend, max_blocks_per_seq, max_spare_words)
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
         if self.scheduler.swap is not None:
             self.scheduler.swap.ms_per_block = self._executor.swap_ms_per_block
         if config.itl_target_ms is not None:
             self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
-        self.depth = config.depth
-        self.startup_s["graphs"] = time.perf_counter() - begin
         self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
         self._held = Held(self._grammars, model.vocab_size)
         self._intake = Intake(model, tokenizer, limits, self._grammars, config.seed)
@@ -179,9 +158,8 @@ class Engine:
         self._delivery = Delivery(model.vocab_size, self._delivery_failed)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
-            begin = time.perf_counter()
-            interpreter.hold()
-            self.startup_s["interpreter"] = time.perf_counter() - begin
+            with self._timed("interpreter"):
+                interpreter.hold()
         self._delivery.start()
         self._thread.start()
         _open_engines.add(self)
@@ -210,6 +188,12 @@ class Engine:
         engine = cls(loaded, config, tokenizer)
         engine.startup_s = {"model": seconds, **engine.startup_s}
         return engine
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.startup_s[part] = time.perf_counter() - begin
 
     # ---- the loop
 
@@ -303,7 +287,7 @@ class Engine:
         io, plan = step.io, step.plan
         num_masks, edits = self._held.prepare(plan, io.masks)
         words = io.masks.head(num_masks) if num_masks else None
-        self._lane.go_on(io, partial(self._executor.sample, io, plan, num_masks, edits, step.prompts), words)
+        self._lane.launch_rest(io, partial(self._executor.sample, io, plan, num_masks, edits, step.prompts), words)
         step.host_us += (time.perf_counter() - start) * 1e6
 
     def land(self, step: Step) -> Results:
@@ -620,6 +604,30 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> Scheduler:
+    """Raises ConfigError where its tables do not fit into memory."""
+    assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens
+    try:
+        return Scheduler(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_groups=len(groups),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            max_prompt_logits=MAX_PROMPT_LOGITS,
+            windows=tuple(group.spec.window for group in groups),
+            policy=config.scheduling_policy,
+            prefix_caching=bool(config.enable_prefix_caching),
+            num_host_blocks=num_host_blocks(config, model, groups),
+        )
+    except MemoryError as error:
+        raise ConfigError(
+            f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
+            f"do not fit: {error}"
+        ) from error
 
 
 def _handle(sequence: Sequence) -> RequestHandle:

@@ -92,7 +92,7 @@ class Executor:
             self.lane = CpuLane(self.buffers)
         self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of a step with prompts are padded to
         self._run = self._graphs.launch if self._graphs else self._runner.run
-        self._go_on = self._graphs.go_on if self._graphs else self._runner.go_on
+        self._finish = self._graphs.finish if self._graphs else self._runner.finish
 
     def compute(
         self,
@@ -124,9 +124,9 @@ class Executor:
         if num_masks:
             self._runner.slot_state.set_masks(*io.masks.on_device(num_masks))
         if prompts is None:
-            self._go_on(io, plan, edits)
+            self._finish(io, plan, edits)
         else:
-            self._runner.go_on(io, plan, edits)
+            self._runner.finish(io, plan, edits)
 
     def graph_facts(self) -> dict[str, Any]:
         """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""

@@ -152,15 +152,15 @@ class GraphSet:
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
         """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs.
 
-        Of a HELD step the first copy and the first replay. What that draws nobody reads: ``go_on`` draws again.
+        Of a HELD step the first copy and the first replay. What that draws nobody reads: ``finish`` draws again.
         """
         step = self._steps[plan.host.bucket]
         step.words.copy_(io.device_words)
         step.graph.replay()
         if not plan.flags & HELD:
-            self.go_on(io, plan)
+            self.finish(io, plan)
 
-    def go_on(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit] = ()) -> None:
+    def finish(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit] = ()) -> None:
         """What follows the step's graph. No other step's may have been replayed between: it could own the logits."""
         step = self._steps[plan.host.bucket]
         if draw := drawing(plan.flags):

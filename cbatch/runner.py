@@ -113,7 +113,7 @@ class Runner:
             logits = self._run_with_prompts(io, plan, prompts)
         self._held_logits = logits[: plan.sizes.num_samples] if plan.flags & HELD else None
 
-    def go_on(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit]) -> None:
+    def finish(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit]) -> None:
         """Launch the rest of the HELD step that was launched last."""
         logits, self._held_logits = self._held_logits, None
         assert logits is not None, "no step was held"

@@ -31,10 +31,12 @@ class Lane(Protocol):
         """Start copying the step's words in, computing, and copying its tokens out; returns at once.
 
         ``marks``, from this lane's maker, take down when that happens. A step that is ``held`` stops behind
-        ``compute``, and ``go_on`` must be the next call that launches anything.
+        ``compute``, and ``launch_rest`` must be the next call that launches anything.
         """
 
-    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+    def launch_rest(
+        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Start the rest of a held step; returns at once. ``words``, on host and device, are copied in before it."""
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
@@ -97,7 +99,9 @@ class CpuLane:
         io.lane_state.marks = marks
         self._jobs.put(_Job(io, compute, io.outbound, True, not held))
 
-    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+    def launch_rest(
+        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self._jobs.put(_Job(io, compute, words, False, True))
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
@@ -219,7 +223,9 @@ class CudaLane:
             if not held:
                 self._copy_out(io, step)
 
-    def go_on(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None) -> None:
+    def launch_rest(
+        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         step: _CudaStep = io.lane_state
         assert step.held and step.pause is not None and step.end is not None
         with torch.inference_mode(), torch.cuda.device(self.device):

@@ -105,7 +105,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet: forks, and who is swapped in
-        self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``go_on``
+        self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``unpause``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -188,7 +188,7 @@ class Scheduler:
         self._forked.add(child)
         return True
 
-    def go_on(self, sequence: Sequence, token: int) -> None:
+    def unpause(self, sequence: Sequence, token: int) -> None:
         """Let a sequence that has paused, and whose sampled token has landed, go on with another token in its place."""
         t, slot = self.tables, sequence.slot
         assert sequence in self._paused and t.num_landed[slot] == t.num_tokens[slot]

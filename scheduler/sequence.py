@@ -32,7 +32,7 @@ class Sequence:
     host memory, or are those of the sequence that it was forked from.
 
     ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once. One that
-    ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``go_on``.
+    ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``unpause``.
 
     ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
     counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every

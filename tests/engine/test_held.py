@@ -89,7 +89,7 @@ def test_delayed_streams_change_no_token(kind: str, stream: str) -> None:
 
     def delay(engine: Engine) -> None:
         lane: Any = engine._lane
-        for name in ("launch", "go_on"):
+        for name in ("launch", "launch_rest"):
             start = getattr(lane, name)
 
             def late(*args: Any, start: Callable[..., None] = start) -> None:

@@ -38,7 +38,7 @@ def test_pauses_behind_each_token_and_goes_on_with_the_one_it_is_told(
         assert driver.num_computed - before <= 1 and len(beam.payload.tokens) == round_ + 1
         assert beam.payload.tokens[-1] == next_of(tokens, windows=windows)
         tokens.append((beam.payload.tokens[-1] + 7 * round_) % VOCAB)
-        driver.scheduler.go_on(beam, tokens[-1])
+        driver.scheduler.unpause(beam, tokens[-1])
         driver.scheduler.check()
     driver.scheduler.abort(beam)
     driver.run()
@@ -147,7 +147,7 @@ def test_random_beams_in_a_small_pool(seed: int, num_blocks: int, num_host_block
                 beam, tokens = group[parent]
                 known = [*tokens, token]
                 if heirs[parent] == child and usable[parent]:
-                    s.go_on(beam, token)
+                    s.unpause(beam, token)
                     beam.payload.tokens.clear()
                     del landed[beam]
                     new.append((beam, known))

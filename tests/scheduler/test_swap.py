@@ -180,7 +180,7 @@ def test_who_pauses_comes_back_to_its_pause(depth: int, options: dict[str, Any])
             driver.scheduler.check()
             token = next_pause()
         tokens.append((token + 7 * round_) % 97)
-        driver.scheduler.go_on(beam, tokens[-1])
+        driver.scheduler.unpause(beam, tokens[-1])
         driver.scheduler.check()
     assert space(driver).num_blocks_in
     driver.scheduler.abort(beam)
