@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -221,6 +222,15 @@ def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(coun
     engine = counting_engine(model, max_num_seqs=2, num_blocks=65)
     running = engine.submit([1], greedy(120))
     until(lambda: engine.stats()["num_running"] == 1)
+    plan, plan_s = engine.scheduler.plan, []
+
+    def timed(host_batch):
+        begin = time.thread_time()  # of the processor: other work on the machine is none of ours
+        planned = plan(host_batch)
+        plan_s.append(time.thread_time() - begin)
+        return planned
+
+    engine.scheduler.plan = timed
     start = time.thread_time()
     handles = [engine.submit([i % 100] * 50, greedy(4)) for i in range(50_000)]
     assert time.thread_time() - start < 5.0
@@ -232,4 +242,5 @@ def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(coun
     assert tokens(running) == counted(1, 120)
     assert [tokens(handle) for handle in handles[:3]] == [counted(i, 4) for i in range(3)]
     assert_empty(engine)
-    assert engine.stats()["host_us_per_step_p50"] < 2000
+    # Most steps had some 256 newly aborted to step over. A look at each who waits would take milliseconds of all steps.
+    assert statistics.quantiles(plan_s, n=10)[0] < 1e-3
