@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.scheduler import invariants
+from cbatch.scheduler.batch_writer import pad, write_chunks, write_decodes
 from cbatch.scheduler.block_tables import BlockTables
-from cbatch.scheduler.blocks import DUMMY_BLOCK, BlockManager
+from cbatch.scheduler.blocks import BlockManager
 from cbatch.scheduler.pace import Pace
 from cbatch.scheduler.plan import Finish, HostBatch, Landed, StepPlan, StepSizes
 from cbatch.scheduler.prefix_cache import Node, PrefixCache
@@ -110,7 +111,6 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
         self._last_epoch = 0
-        self._arange = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
 
     # ---- life of a sequence
 
@@ -675,32 +675,19 @@ class Scheduler:
         admitted: list[Sequence],
     ) -> StepPlan:
         """Fill the views of a step: decode rows in one go, then the prefill chunks. What ends by length is released."""
-        t, tables, size = self.tables, self.block_tables.tables, self.block_size
+        t = self.tables
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
         num_rows = num_decodes + len(chunks)
         host = host_batch(num_tokens, num_rows)
 
-        n = num_decodes
-        positions = t.num_computed[slots]
-        block_index, offset = np.divmod(positions, size)
-        contexts = positions + 1
-        host.input_ids[:n] = 0
-        host.positions[:n] = positions
-        host.carry_slots[:n] = slots
-        host.slot_mapping[:, :n] = tables[:, slots, block_index] * size + offset
-        host.row_slots[:n] = slots
-        host.cu_seqlens_q[: n + 1] = self._arange[: n + 1]
-        host.context_lens[:n] = contexts
-        host.sample_rows[:n] = self._arange[:n]
-        host.out_slots[:n] = slots
-        t.num_computed[slots] = contexts
-        t.num_tokens[slots] = contexts + 1
-        max_query_len, max_context_len = (1, int(contexts.max())) if n else (0, 0)
-        num_pairs = 0
+        max_context_len = write_decodes(host, t, self.block_tables, slots)
+        max_query_len, num_pairs = int(num_decodes > 0), 0
         if chunks:
-            slots = np.concatenate((slots, self._write_chunks(host, chunks, num_decodes)))
-            counts, ends = [count for _, count in chunks], host.context_lens[n:num_rows].tolist()
+            sampled = write_chunks(host, t, self.block_tables, chunks, num_decodes)
+            self._end_prefill(sampled)
+            slots = np.concatenate((slots, sampled))
+            counts, ends = [count for _, count in chunks], host.context_lens[num_decodes:num_rows].tolist()
             max_query_len, max_context_len = max(max_query_len, *counts), max(max_context_len, *ends)
             num_pairs = sum(count * (2 * end - count) // 2 for count, end in zip(counts, ends, strict=True))
         num_samples = int(slots.size)
@@ -710,7 +697,7 @@ class Scheduler:
             host.param_slots[i] = sequence.slot
             if sequence.sampling_bits is not None:
                 host.param_values[i] = sequence.sampling_bits
-        self._pad(host, num_tokens, num_rows, num_samples, num_updates, len(admitted))
+        pad(host, t, num_tokens, num_rows, num_samples, num_updates, len(admitted))
 
         plan = StepPlan(
             host=host,
@@ -742,42 +729,16 @@ class Scheduler:
             self.num_in_flight += 1
         return plan
 
-    def _write_chunks(self, host: HostBatch, chunks: list[tuple[Sequence, int]], num_decodes: int) -> NDArray[np.intp]:
-        """The rows of prefill chunks, behind the decode rows; returns the slots of those that are sampled from.
-
-        These are the sequences whose known tokens are all computed then; from the next step on they decode, or pause.
-        """
-        t, tables, size = self.tables, self.block_tables.tables, self.block_size
-        sampled = []
-        token = row = sample = num_decodes
-        for sequence, count in chunks:
-            slot = sequence.slot
-            start = int(t.num_computed[slot])
-            end = start + count
-            where = np.arange(start, end)
-            stop = token + count
-            host.input_ids[token:stop] = t.tokens[slot, start:end]
-            host.positions[token:stop] = where
-            host.carry_slots[token:stop] = -1
-            host.slot_mapping[:, token:stop] = tables[:, slot, where // size] * size + where % size
-            host.row_slots[row] = slot
-            host.cu_seqlens_q[row + 1] = stop
-            host.context_lens[row] = end
-            t.num_computed[slot] = end
-            if end == t.num_tokens[slot]:
-                host.sample_rows[sample] = stop - 1
-                host.out_slots[sample] = slot
-                t.num_tokens[slot] = end + 1
-                if sequence.pauses:
-                    self._paused.add(sequence)
-                else:
-                    t.decoding[slot] = True
-                sampled.append(slot)
-                sample += 1
-            token, row = stop, row + 1
+    def _end_prefill(self, slots: NDArray[np.intp]) -> None:
+        """All known tokens of them are computed by the written step; from the next on they decode, or pause."""
+        t = self.tables
+        for sequence in t.sequences[slots]:
+            if sequence.pauses:
+                self._paused.add(sequence)
+            else:
+                t.decoding[sequence.slot] = True
         over = t.decoding
         self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
-        return np.array(sampled, np.intp)
 
     def _settle(self, slots: NDArray[np.intp], chunks: list[tuple[Sequence, int]]) -> None:
         """Behind a step that has been written: publish the blocks that it completes, drop what no later one sees."""
@@ -788,25 +749,6 @@ class Scheduler:
             if chunks:
                 slots = np.concatenate((slots, np.array([sequence.slot for sequence, _ in chunks], np.intp)))
             self.block_tables.drop_unseen(slots, t.num_computed[slots])
-
-    def _pad(self, host: HostBatch, tokens: int, rows: int, samples: int, updates: int, params: int) -> None:
-        """Make what the bucket has beyond the step harmless: empty rows, the dummy slot, the dummy block."""
-        dummy = self.tables.dummy_slot
-        if tokens < host.bucket.num_tokens:
-            host.input_ids[tokens:] = 0
-            host.positions[tokens:] = 0
-            host.carry_slots[tokens:] = -1
-            host.slot_mapping[:, tokens:] = DUMMY_BLOCK * self.block_size
-        if rows < host.bucket.num_rows:
-            host.row_slots[rows:] = dummy
-            host.cu_seqlens_q[rows + 1 :] = tokens
-            host.context_lens[rows:] = 0
-        if samples < host.bucket.num_rows:
-            host.sample_rows[samples:] = 0
-            host.out_slots[samples:] = dummy
-        host.table_index[updates:] = dummy * self.tables.max_blocks_per_seq
-        host.table_value[updates:] = DUMMY_BLOCK
-        host.param_slots[params:] = dummy
 
     # ---- landing
 

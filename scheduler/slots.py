@@ -19,7 +19,9 @@ class SlotTables:
         rows = max_num_seqs + 1
         self.max_num_seqs = max_num_seqs
         self.max_blocks_per_seq = -(-max_model_len // block_size)
+        self.block_size = block_size
         self.dummy_slot = max_num_seqs
+        self.arange = np.arange(rows, dtype=np.int32)  # not a column: to write 0, 1, 2 … without making it anew
         self.epoch = np.zeros(rows, np.int64)  # 0: the slot is free
         self.rank = np.full(rows, FREE, np.int64)
         self.decoding = np.zeros(rows, np.bool_)  # all known tokens are computed; the next input is the last sample
