@@ -23,9 +23,9 @@ from benchmarks.common import make_parser, needs_gpu, save
 from benchmarks.decode import wait_until
 from cbatch import AsyncLLM
 from cbatch.bench import environment, random_prompts
+from cbatch.detokenizer import Detokenizer
 from cbatch.models.loader import load_model, load_tokenizer
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
-from cbatch.text import Detokenizer
 
 
 class Folded:

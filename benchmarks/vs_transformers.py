@@ -26,7 +26,7 @@ from benchmarks.common import make_parser, needs_gpu, save
 from cbatch import Engine, SamplingParams
 from cbatch.bench import environment, run_throughput, warm_up
 from cbatch.models.demo import NAME, ensure_demo_model
-from cbatch.text import encode_prompt, render_chat
+from cbatch.prompts import encode_prompt, render_chat
 
 Run = tuple[dict[str, Any], list[list[int]]]  # figures, and the tokens of each sequence
 PROMPTS = Path(__file__).resolve().parent.parent / "cbatch" / "data" / "demo_prompts.json"

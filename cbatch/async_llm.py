@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
+from cbatch.output_maker import OutputMaker
 from cbatch.outputs import RequestOutput
+from cbatch.prompts import PromptLike, check_conversation, encode_prompt, render_chat
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
-from cbatch.text import OutputMaker, PromptLike, check_conversation, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

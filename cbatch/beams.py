@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.buffers import Logprobs
+from cbatch.detokenizer import make_detokenizer
 from cbatch.errors import CBatchError
 from cbatch.outputs import CompletionOutput, RequestOutput
 from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
@@ -25,7 +26,6 @@ from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence, Status
-from cbatch.text import make_detokenizer
 
 # What is sampled does not count; the log-probabilities that land with it do.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)

@@ -442,7 +442,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
     """Token ids of texts, of lists of ids, and of conversations."""
-    from cbatch.text import PromptLike, encode_prompt, render_chat
+    from cbatch.prompts import PromptLike, encode_prompt, render_chat
 
     encoded = []
     for prompt in prompts:
@@ -456,7 +456,7 @@ def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
 
 def _print_stream(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[str, bool]:
     """Prints an answer as it comes; returns it, and whether Ctrl-C ended it."""
-    from cbatch.text import make_detokenizer
+    from cbatch.detokenizer import make_detokenizer
 
     handle = engine.submit(prompt, params)
     detokenizer = make_detokenizer(engine.tokenizer, prompt, params)

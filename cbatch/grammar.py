@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError
 from cbatch.sampling_params import StructuredOutputsParams
-from cbatch.text import lock_of
+from cbatch.tokenizer import lock_of
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer

@@ -24,7 +24,8 @@ from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars
 from cbatch.request import RequestHandle, at_work
 from cbatch.sampler import HELD, Edit, bit_mask
-from cbatch.sampling_params import SamplingParams, num_arguments
+from cbatch.sampling_checks import num_arguments
+from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.plan import Landed, StepPlan
 
 if TYPE_CHECKING:

@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch
 from cbatch.beams import BeamHandle, beam_sequence
+from cbatch.detokenizer import TextUntilStop
 from cbatch.errors import named
 from cbatch.grammar import Grammars
 from cbatch.held import HeldRow
 from cbatch.limits import Limits
 from cbatch.models.base import Model
 from cbatch.prompt_logprobs import PromptLogprobs
+from cbatch.prompts import bad_word_ids
 from cbatch.request import ParallelHandle, RequestHandle
 from cbatch.sampler import HELD, Encoded, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.sequence import Sequence
-from cbatch.text import TextUntilStop, bad_word_ids
 
 Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, and whether it was aborted
 

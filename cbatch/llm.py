@@ -10,9 +10,9 @@ from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
 from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
+from cbatch.prompts import PromptLike, encode_prompt, render_chat
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
-from cbatch.text import PromptLike, encode_prompt, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.buffers import read_records
+from cbatch.output_maker import TokenLogprobs, make_logprobs
 from cbatch.outputs import Logprob
 from cbatch.sampler import LOGPROB_WORDS
 from cbatch.scheduler.plan import StepPlan
-from cbatch.text import TokenLogprobs, make_logprobs
 
 MAX_PROMPT_LOGITS = 512  # tokens of a step: 125 MiB of logits for a vocabulary of 128,256 in 16 bits
 

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NoReturn
 
+from cbatch.detokenizer import TextUntilStop, make_detokenizer
 from cbatch.errors import CBatchError, described
+from cbatch.output_maker import TokenLogprobs, cumulative_logprob, make_logprobs
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
-from cbatch.text import TextUntilStop, TokenLogprobs, cumulative_logprob, make_detokenizer, make_logprobs
 
 # Of a thread of an engine's that runs a user's function: ``on_end`` of that engine's handles.
 at_work = threading.local()

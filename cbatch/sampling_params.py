@@ -8,19 +8,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import inspect
-import json
-import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from cbatch.errors import InvalidRequestError, described
+from cbatch import sampling_checks as check
+from cbatch.errors import InvalidRequestError
 
-_SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
 _MAX_N = 16_384  # vLLM's, too
-_MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
 MAX_LOGPROBS = 20  # the most that a step hands out for a token, beside the sampled one
 
 _T = TypeVar("_T")
@@ -64,7 +59,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self, _STRUCTURE_CHECKS, "structured_outputs.")
+        check.all_fields(self, _STRUCTURE_CHECKS, "structured_outputs.")
         given = [name for name in _STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -80,25 +75,20 @@ class StructuredOutputsParams:
 
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 
+_STRUCTURE_CHECKS: dict[str, check.Check] = {
+    "json": check.schema,
+    "regex": check.text,
+    "choice": check.choice,
+    "grammar": check.text,
+    "json_object": check.true,
+    "whitespace_pattern": check.text,
+    "disable_any_whitespace": check.flag,
+}
+
 
 # Takes the token ids of an answer so far and the logits [vocab_size] behind them, or the prompt's, the answer's and
 # the logits; gives back the logits to sample from.
 LogitsProcessor = Callable[..., Any]
-
-
-def num_arguments(processor: LogitsProcessor) -> int:
-    """How many arguments a logits processor takes: 3 if it can, else 2; another number if it can neither."""
-    try:
-        signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # a built-in without one
-        return 2
-    for count in (3, 2):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count
-    return len(signature.parameters)
 
 
 def _field(default: _T, limits: str, help: str) -> _T:
@@ -197,7 +187,7 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _field(
         (),
-        f"token id: -{_MAX_BIAS:.0f} to {_MAX_BIAS:.0f}",
+        f"token id: -{check.MAX_BIAS:.0f} to {check.MAX_BIAS:.0f}",
         "Added to the logits of these tokens. A dict, kept as pairs.",
     )
     logprobs: int | None = _field(
@@ -251,7 +241,7 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_fields(self, _CHECKS)
+        check.all_fields(self, _CHECKS)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(f"n={self.n} at temperature=0 gives the same answer each time: it must be 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -305,6 +295,49 @@ class SamplingParams:
         if given("do_sample") is False:
             fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return cls(**fields)
+
+
+# Two checks know a class of this file, and so stand here: `sampling_checks.py` knows none.
+def _structure(name: str, value: Any) -> StructuredOutputsParams | None:
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        raise InvalidRequestError(f"{name}={value!r} must be a StructuredOutputsParams, not {type(value).__name__}")
+    return value
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise InvalidRequestError(f"{name}={value!r} must be a RequestOutputKind")
+    return value
+
+
+_CHECKS: dict[str, check.Check] = {
+    "n": check.in_range(check.whole, 1, _MAX_N),
+    "temperature": check.temperature,
+    "top_k": check.top_k,
+    "top_p": check.top_p,
+    "min_p": check.in_range(check.real, 0, 1),
+    "repetition_penalty": check.factor,
+    "presence_penalty": check.in_range(check.real, -2, 2),
+    "frequency_penalty": check.in_range(check.real, -2, 2),
+    "seed": check.seed,
+    "max_tokens": check.in_range(check.whole, 1, or_none=True),
+    "min_tokens": check.in_range(check.whole, 0),
+    "ignore_eos": check.flag,
+    "stop_token_ids": check.token_ids,
+    "stop": check.stop,
+    "include_stop_str_in_output": check.flag,
+    "bad_words": check.texts,
+    "allowed_token_ids": check.allowed_token_ids,
+    "logit_bias": check.logit_bias,
+    "logprobs": check.in_range(check.whole, 0, MAX_LOGPROBS, or_none=True),
+    "structured_outputs": _structure,
+    "logits_processors": check.processors,
+    "prompt_logprobs": check.in_range(check.whole, 0, MAX_LOGPROBS, or_none=True),
+    "detokenize": check.flag,
+    "skip_special_tokens": check.flag,
+    "spaces_between_special_tokens": check.flag,
+    "output_kind": _output_kind,
+}
 
 
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...)) searches with beams"
@@ -396,7 +429,18 @@ class BeamSearchParams:
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self, _BEAM_CHECKS)
+        check.all_fields(self, _BEAM_CHECKS)
+
+
+_BEAM_CHECKS: dict[str, check.Check] = {
+    "beam_width": check.in_range(check.whole, 1, MAX_LOGPROBS),
+    "max_tokens": check.in_range(check.whole, 1),
+    "ignore_eos": check.flag,
+    "temperature": check.zero,
+    "length_penalty": check.real,
+    "include_stop_str_in_output": check.flag,
+    "early_stopping": check.early_stopping,
+}
 
 
 def table() -> str:
@@ -440,300 +484,6 @@ def _default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return "needed"
     return f"`{value if isinstance(value, enum.Enum) else repr(value)}`"
-
-
-# ---- one check a parameter: takes its name and value, gives back the value to keep
-
-_Check = Callable[[str, Any], Any]
-
-
-def _check_fields(params: Any, checks: Mapping[str, _Check], prefix: str = "") -> None:
-    """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
-    for name, check in checks.items():
-        value = getattr(params, name)
-        try:
-            object.__setattr__(params, name, check(prefix + name, value))
-        except InvalidRequestError:
-            raise
-        except Exception as error:  # it cannot even be compared, or written out
-            raise InvalidRequestError(
-                f"{prefix}{name} is a {type(value).__name__} that cannot be taken: {described(error)}"
-            ) from error
-
-
-def _whole(name: str, value: Any) -> int:
-    """A whole number; numpy's are fine, bools and 3.0 are not."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
-    number = int(value)
-    if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
-        raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
-    return number
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequestError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    try:
-        result = float(value)
-    except OverflowError:  # an int of more than 1,024 bits
-        result = math.inf
-    if not math.isfinite(result):
-        raise InvalidRequestError(f"{name}={result} must be finite")
-    return result
-
-
-def _out_of_range(name: str, value: Any, limits: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value} is out of range: it must be {limits}")
-
-
-def _range(kind: _Check, least: float, most: float = math.inf, *, or_none: bool = False) -> _Check:
-    """The check of a number, ``_whole`` or ``_real``, from ``least`` to ``most``."""
-    limits = f"at least {least}"
-    limits += f" and at most {most}" if most < math.inf else ""
-    limits += ", or None" if or_none else ""
-
-    def check(name: str, value: Any) -> Any:
-        if value is None and or_none:
-            return None
-        number = kind(name, value)
-        if not least <= number <= most:
-            raise _out_of_range(name, number, limits)
-        return number
-
-    return check
-
-
-def _temperature(name: str, value: Any) -> float:
-    temperature = _real(name, value)
-    if temperature < 0:
-        raise InvalidRequestError(f"{name}={temperature} is negative: it must be at least 0 (0 is greedy)")
-    return temperature
-
-
-def _top_k(name: str, value: Any) -> int:
-    top_k = _whole(name, value)
-    if top_k < -1:
-        raise _out_of_range(name, top_k, "at least 1, or 0 or -1 for no limit")
-    return max(top_k, 0)
-
-
-def _top_p(name: str, value: Any) -> float:
-    top_p = _real(name, value)
-    if not 0 < top_p <= 1:
-        raise _out_of_range(name, top_p, "above 0 and at most 1")
-    return top_p
-
-
-def _factor(name: str, value: Any) -> float:
-    factor = _real(name, value)
-    if factor <= 0:
-        raise _out_of_range(name, factor, "above 0 (1 changes nothing)")
-    return factor
-
-
-def _seed(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    seed = _whole(name, value)
-    if not _SEED_MIN <= seed <= _SEED_MAX:
-        raise InvalidRequestError(
-            f"{name}={seed} is out of range: it must fit into 64 bits, {_SEED_MIN} to {_SEED_MAX}"
-        )
-    return None if seed == -1 else seed
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be True or False")
-    return value
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of token ids, not {type(value).__name__}")
-    ids = tuple(_whole(f"{name} item", item) for item in value)
-    for item in ids:
-        if item < 0:
-            raise InvalidRequestError(f"{name}={list(ids)} holds {item}: a token id is at least 0")
-    return ids
-
-
-def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ids = _token_ids(name, value)
-    if not ids:
-        raise InvalidRequestError(f"{name}=[] allows no token: it must have at least one, or be None for all")
-    return tuple(dict.fromkeys(ids))
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of strings, not {type(value).__name__}")
-    for item in value:
-        if not isinstance(item, str):
-            raise InvalidRequestError(f"{name}={list(value)!r} holds {item!r}: it must hold strings")
-        if not item:
-            raise InvalidRequestError(f"{name}={list(value)!r} holds an empty string: each must have a character")
-    return tuple(value)
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    return _texts(name, (value,) if isinstance(value, str) else value)
-
-
-def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    try:
-        biases = dict(value)  # of a dict, or of pairs: what another SamplingParams keeps
-    except (TypeError, ValueError):
-        raise InvalidRequestError(
-            f"{name}={value!r} must be a dict of token ids and numbers, not {type(value).__name__}"
-        ) from None
-    pairs = []
-    for token, bias in biases.items():
-        token, bias = _whole(f"{name} token", token), _real(f"{name}[{token!r}]", bias)
-        if token < 0:
-            raise InvalidRequestError(f"{name} holds token {token}: a token id is at least 0")
-        if abs(bias) > _MAX_BIAS:
-            raise _out_of_range(f"{name}[{token}]", bias, f"at least -{_MAX_BIAS:.0f} and at most {_MAX_BIAS:.0f}")
-        pairs.append((token, bias))
-    return tuple(pairs)
-
-
-def _zero(name: str, value: Any) -> float:
-    number = _real(name, value)
-    if number != 0:
-        raise _out_of_range(name, number, "0, since beam search does not sample")
-    return number
-
-
-def _early_stopping(name: str, value: Any) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value == "never":
-        return "never"
-    raise InvalidRequestError(f'{name}={value!r} must be True, False or "never"')
-
-
-def _output_kind(name: str, value: Any) -> RequestOutputKind:
-    if not isinstance(value, RequestOutputKind):
-        raise InvalidRequestError(f"{name}={value!r} must be a RequestOutputKind")
-    return value
-
-
-def _schema(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-        schema = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} is no JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object")
-    return text
-
-
-def _text(name: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidRequestError(f"{name}={value!r} must be a string with at least one character, or None")
-    return value
-
-
-def _choice(name: str, value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    texts = _texts(name, value)
-    if not texts:
-        raise InvalidRequestError(f"{name}={value!r} has no text to choose")
-    return tuple(dict.fromkeys(texts))
-
-
-def _true(name: str, value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be True or None")
-    return True if value else None
-
-
-_STRUCTURE_CHECKS: dict[str, _Check] = {
-    "json": _schema,
-    "regex": _text,
-    "choice": _choice,
-    "grammar": _text,
-    "json_object": _true,
-    "whitespace_pattern": _text,
-    "disable_any_whitespace": _flag,
-}
-
-
-def _structure(name: str, value: Any) -> StructuredOutputsParams | None:
-    if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise InvalidRequestError(f"{name}={value!r} must be a StructuredOutputsParams, not {type(value).__name__}")
-    return value
-
-
-def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of functions, not {type(value).__name__}")
-    for item in value:
-        if not callable(item):
-            raise InvalidRequestError(f"{name} holds {item!r}, which is no function")
-        if (count := num_arguments(item)) not in (2, 3):
-            raise InvalidRequestError(
-                f"{name} holds {item!r} with {count} arguments: it must take 2 (token ids so far, logits) or 3 (the "
-                "prompt's token ids before them)"
-            )
-    return tuple(value) or None
-
-
-_CHECKS: dict[str, _Check] = {
-    "n": _range(_whole, 1, _MAX_N),
-    "temperature": _temperature,
-    "top_k": _top_k,
-    "top_p": _top_p,
-    "min_p": _range(_real, 0, 1),
-    "repetition_penalty": _factor,
-    "presence_penalty": _range(_real, -2, 2),
-    "frequency_penalty": _range(_real, -2, 2),
-    "seed": _seed,
-    "max_tokens": _range(_whole, 1, or_none=True),
-    "min_tokens": _range(_whole, 0),
-    "ignore_eos": _flag,
-    "stop_token_ids": _token_ids,
-    "stop": _stop,
-    "include_stop_str_in_output": _flag,
-    "bad_words": _texts,
-    "allowed_token_ids": _allowed_token_ids,
-    "logit_bias": _logit_bias,
-    "logprobs": _range(_whole, 0, MAX_LOGPROBS, or_none=True),
-    "structured_outputs": _structure,
-    "logits_processors": _processors,
-    "prompt_logprobs": _range(_whole, 0, MAX_LOGPROBS, or_none=True),
-    "detokenize": _flag,
-    "skip_special_tokens": _flag,
-    "spaces_between_special_tokens": _flag,
-    "output_kind": _output_kind,
-}
-
-
-_BEAM_CHECKS: dict[str, _Check] = {
-    "beam_width": _range(_whole, 1, MAX_LOGPROBS),
-    "max_tokens": _range(_whole, 1),
-    "ignore_eos": _flag,
-    "temperature": _zero,
-    "length_penalty": _real,
-    "include_stop_str_in_output": _flag,
-    "early_stopping": _early_stopping,
-}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from cbatch.config import EngineConfig, find_device, parse_dtype
 from cbatch.errors import ConfigError
 from cbatch.models.base import Model
-from cbatch.text import check_tokenizer
+from cbatch.tokenizer import check_tokenizer
 
 
 def resolve_model(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[Model, Any]:

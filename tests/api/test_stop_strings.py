@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cbatch import LLM, AsyncLLM, CBatchError, Engine, InvalidRequestError, RequestOutputKind, SamplingParams
 from cbatch.config import EngineConfig
-from cbatch.text import Detokenizer, TextUntilStop
+from cbatch.detokenizer import Detokenizer, TextUntilStop
 from tests.api.tiny import byte_level, metaspace, sentencepiece_like, spaced, straddling, tiktoken_like
 from tests.counting import CountingModel
 

@@ -128,6 +128,9 @@ def _without_special_bytes(fast: PreTrainedTokenizerFast) -> PreTrainedTokenizer
     )
 
 
+MAKERS = [byte_level, straddling, spaced, sentencepiece_like, metaspace, tiktoken_like]
+
+
 def save_tiny_model(folder: Path) -> Path:
     """A random Llama of two small layers with the byte-level tokenizer and a chat template, as a folder to load."""
     import torch

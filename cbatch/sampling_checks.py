@@ -1,0 +1,263 @@
+"""The checks of a request's parameters: each takes a parameter's name and value, and gives back the value to keep.
+
+Owns what a value of each kind may be, the plain form in which it is kept (numpy's numbers become Python's, lists
+tuples), and what a refusal says: name, value and limit. Which parameter has which check, the tables beside the classes
+in ``sampling_params.py`` tell. What contradicts another parameter is refused there, what the model or the engine cannot
+do in ``limits.py``. Knows no class of parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from cbatch.errors import InvalidRequestError, described
+
+_SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
+MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
+
+Check = Callable[[str, Any], Any]
+
+
+def all_fields(params: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
+    """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
+    for name, check in checks.items():
+        value = getattr(params, name)
+        try:
+            object.__setattr__(params, name, check(prefix + name, value))
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # it cannot even be compared, or written out
+            raise InvalidRequestError(
+                f"{prefix}{name} is a {type(value).__name__} that cannot be taken: {described(error)}"
+            ) from error
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number; numpy's are fine, bools and 3.0 are not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+    number = int(value)
+    if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
+        raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
+    return number
+
+
+def real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidRequestError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    try:
+        result = float(value)
+    except OverflowError:  # an int of more than 1,024 bits
+        result = math.inf
+    if not math.isfinite(result):
+        raise InvalidRequestError(f"{name}={result} must be finite")
+    return result
+
+
+def _out_of_range(name: str, value: Any, limits: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={value} is out of range: it must be {limits}")
+
+
+def in_range(kind: Check, least: float, most: float = math.inf, *, or_none: bool = False) -> Check:
+    """The check of a number, ``whole`` or ``real``, from ``least`` to ``most``."""
+    limits = f"at least {least}"
+    limits += f" and at most {most}" if most < math.inf else ""
+    limits += ", or None" if or_none else ""
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and or_none:
+            return None
+        number = kind(name, value)
+        if not least <= number <= most:
+            raise _out_of_range(name, number, limits)
+        return number
+
+    return check
+
+
+def temperature(name: str, value: Any) -> float:
+    number = real(name, value)
+    if number < 0:
+        raise InvalidRequestError(f"{name}={number} is negative: it must be at least 0 (0 is greedy)")
+    return number
+
+
+def top_k(name: str, value: Any) -> int:
+    number = whole(name, value)
+    if number < -1:
+        raise _out_of_range(name, number, "at least 1, or 0 or -1 for no limit")
+    return max(number, 0)
+
+
+def top_p(name: str, value: Any) -> float:
+    number = real(name, value)
+    if not 0 < number <= 1:
+        raise _out_of_range(name, number, "above 0 and at most 1")
+    return number
+
+
+def factor(name: str, value: Any) -> float:
+    number = real(name, value)
+    if number <= 0:
+        raise _out_of_range(name, number, "above 0 (1 changes nothing)")
+    return number
+
+
+def seed(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    number = whole(name, value)
+    if not _SEED_MIN <= number <= _SEED_MAX:
+        raise InvalidRequestError(
+            f"{name}={number} is out of range: it must fit into 64 bits, {_SEED_MIN} to {_SEED_MAX}"
+        )
+    return None if number == -1 else number
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name}={value!r} must be a list of token ids, not {type(value).__name__}")
+    ids = tuple(whole(f"{name} item", item) for item in value)
+    for item in ids:
+        if item < 0:
+            raise InvalidRequestError(f"{name}={list(ids)} holds {item}: a token id is at least 0")
+    return ids
+
+
+def allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = token_ids(name, value)
+    if not ids:
+        raise InvalidRequestError(f"{name}=[] allows no token: it must have at least one, or be None for all")
+    return tuple(dict.fromkeys(ids))
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequestError(f"{name}={value!r} must be a list of strings, not {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, str):
+            raise InvalidRequestError(f"{name}={list(value)!r} holds {item!r}: it must hold strings")
+        if not item:
+            raise InvalidRequestError(f"{name}={list(value)!r} holds an empty string: each must have a character")
+    return tuple(value)
+
+
+def stop(name: str, value: Any) -> tuple[str, ...]:
+    return texts(name, (value,) if isinstance(value, str) else value)
+
+
+def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    try:
+        biases = dict(value)  # of a dict, or of pairs: what another SamplingParams keeps
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"{name}={value!r} must be a dict of token ids and numbers, not {type(value).__name__}"
+        ) from None
+    pairs = []
+    for token, bias in biases.items():
+        token, bias = whole(f"{name} token", token), real(f"{name}[{token!r}]", bias)
+        if token < 0:
+            raise InvalidRequestError(f"{name} holds token {token}: a token id is at least 0")
+        if abs(bias) > MAX_BIAS:
+            raise _out_of_range(f"{name}[{token}]", bias, f"at least -{MAX_BIAS:.0f} and at most {MAX_BIAS:.0f}")
+        pairs.append((token, bias))
+    return tuple(pairs)
+
+
+def zero(name: str, value: Any) -> float:
+    number = real(name, value)
+    if number != 0:
+        raise _out_of_range(name, number, "0, since beam search does not sample")
+    return number
+
+
+def early_stopping(name: str, value: Any) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "never":
+        return "never"
+    raise InvalidRequestError(f'{name}={value!r} must be True, False or "never"')
+
+
+def schema(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object")
+    return text
+
+
+def text(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidRequestError(f"{name}={value!r} must be a string with at least one character, or None")
+    return value
+
+
+def choice(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = texts(name, value)
+    if not items:
+        raise InvalidRequestError(f"{name}={value!r} has no text to choose")
+    return tuple(dict.fromkeys(items))
+
+
+def true(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} must be True or None")
+    return True if value else None
+
+
+def processors(name: str, value: Any) -> tuple[Callable[..., Any], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)):
+        raise InvalidRequestError(f"{name}={value!r} must be a list of functions, not {type(value).__name__}")
+    for item in value:
+        if not callable(item):
+            raise InvalidRequestError(f"{name} holds {item!r}, which is no function")
+        if (count := num_arguments(item)) not in (2, 3):
+            raise InvalidRequestError(
+                f"{name} holds {item!r} with {count} arguments: it must take 2 (token ids so far, logits) or 3 (the "
+                "prompt's token ids before them)"
+            )
+    return tuple(value) or None
+
+
+def num_arguments(processor: Callable[..., Any]) -> int:
+    """How many arguments a logits processor takes: 3 if it can, else 2; another number if it can neither."""
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):  # a built-in without one
+        return 2
+    for count in (3, 2):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    return len(signature.parameters)

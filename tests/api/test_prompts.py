@@ -1,0 +1,123 @@
+"""Prompts, chats and banned words become token ids, or are refused with what is wrong with them."""
+
+import threading
+
+import pytest
+from tokenizers import processors
+
+from cbatch.errors import InvalidRequestError
+from cbatch.prompts import PromptLike, bad_word_ids, encode_prompt, render_chat
+from tests.api.tiny import CHAT_TEMPLATE, MAKERS, byte_level
+
+
+def test_many_threads_encode_with_one_tokenizer():
+    """A fast tokenizer that carries a truncation changes itself at each call, and two at once are an error in it."""
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    expected = tokenizer("hello world " * 50)["input_ids"]
+    failures = []
+
+    def work():
+        try:
+            for _ in range(50):
+                assert encode_prompt(tokenizer, "hello world " * 50) == expected
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_prompt_keeps_the_special_tokens_of_its_tokenizer():
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)]
+    )
+    assert encode_prompt(tokenizer, "hello")[0] == tokenizer.bos_token_id
+    assert encode_prompt(tokenizer, "hello", add_special_tokens=False)[0] != tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [
+        ("hello", "hello", None),
+        ([1, 2], None, [1, 2]),
+        ((1, 2), None, [1, 2]),
+        ({"prompt": "hello"}, "hello", None),
+        ({"prompt_token_ids": [1]}, None, [1]),
+        ({"prompt": "hello", "prompt_token_ids": [1]}, "hello", [1]),
+        ([], None, []),
+    ],
+)
+def test_prompt_forms(prompt, text, token_ids):
+    taken = PromptLike(prompt)
+    assert (taken.text, taken.token_ids) == (text, token_ids)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, {}, {"text": "a"}, {"prompt": 3}, {"prompt_token_ids": "abc"}, b"abc"])
+def test_prompts_of_no_known_form_are_refused(prompt):
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        PromptLike(prompt)
+
+
+def test_text_that_is_no_unicode_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"not valid Unicode text: character 1 is a lone surrogate, '.ud800'"):
+        encode_prompt(byte_level(), "a\ud800b")
+
+
+def test_text_without_a_tokenizer_is_refused():
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        PromptLike("hello").encode(None)
+
+
+def test_chat_is_rendered_by_the_template():
+    tokenizer = byte_level()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        render_chat(tokenizer, messages)
+    text = "[system]Be kind.\n[user]Hi\n[assistant]"
+    assert render_chat(tokenizer, messages, chat_template=CHAT_TEMPLATE) == text
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert render_chat(tokenizer, messages) == text
+    assert render_chat(tokenizer, messages, add_generation_prompt=False) == text.removesuffix("[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ([{"role": "user"}], "message 0"),
+        (["hello"], "message 0"),
+        ([{"role": "bad", "content": ""}], "no bad ones"),
+    ],
+)
+def test_conversations_of_another_shape_are_refused(messages, says):
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(InvalidRequestError, match=says):
+        render_chat(tokenizer, messages)
+
+
+def test_chat_without_a_tokenizer_is_refused():
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        render_chat(None, [{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
+def test_bad_words_are_banned_at_the_start_and_behind_a_space(maker):
+    """Were only one of the two, the model would say the other."""
+    tokenizer = maker()
+    found = bad_word_ids(tokenizer, ["hello", " world", "fox jumps", "你", " "])
+    assert list(found) == ["hello", " world", "fox jumps", "你", " "]
+    assert found.pop(" ") == []
+    for word, sequences in found.items():
+        shown = [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in sequences]
+        assert shown[0].strip() == word.strip()
+        text = tokenizer.encode(f"a {word.strip()}", add_special_tokens=False)
+        assert any(tuple(text[-len(ids) :]) == ids for ids in sequences), "it could still come behind a space"
+    with pytest.raises(InvalidRequestError, match=r"bad_words item 'a.ud800' is not valid Unicode"):
+        bad_word_ids(tokenizer, ["a\ud800"])
