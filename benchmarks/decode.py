@@ -5,10 +5,11 @@
 
 Random bf16 weights, greedy, prompts of random ids. One engine a shape and schedule serves all contexts and batches, one
 after the other, with room for the longest context and 2,048 tokens more. For each, a window of steps in which exactly
-so many requests decode: first timed by the engine's own events, then recorded by the CUDA profiler for
-``activity_cupti_pct`` and what a step launches. The roofline share is (weight bytes + KV bytes of the live context)
-over the read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches n
-and n + 1 are both there, so is the ratio of their steps. The last line is JSON.
+so many requests decode, 100 steps after the last prompt (so a context has some 130 tokens at least): first timed by the
+engine's own events, then recorded by the CUDA profiler for ``activity_cupti_pct`` and what a step launches. The
+roofline share is (weight bytes + KV bytes of the live context) over the read bandwidth measured at the start of the
+same run (a sum over 2 GiB), over the step's time. Where batches n and n + 1 are both there, so is the ratio of their
+steps. The last line is JSON.
 
 ``--sampling one-grammar`` and ``one-processor`` are greedy batches in which one request has a JSON schema (which needs
 llguidance; the tokens are made up) or a logits processor: what the others pay for it is a step's time over that of

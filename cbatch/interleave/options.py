@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError
+from cbatch.sampling_checks import in_range, real, whole
+from cbatch.sampling_checks import top_p as check_top_p
 from cbatch.sampling_params import NEUTRAL, NEUTRAL_SAMPLING
 
 _NEUTRAL = NEUTRAL | {
@@ -63,7 +63,7 @@ def resolve(
             return f"{name} of the model's generation_config", value
         return name, default if value is None else value
 
-    num_beams = _integer(*said("num_beams", num_beams, 1), 1)
+    num_beams = in_range(whole, 1)(*said("num_beams", num_beams, 1))
 
     asked = {
         name: value
@@ -78,10 +78,11 @@ def resolve(
         wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise InvalidRequestError(f"{wish} with do_sample=False: without sampling it would change nothing")
     if do_sample:
-        hint = "; do_sample=False is greedy"
-        temperature = _number(*said("temperature", temperature, 1.0), above=_COLDEST, hint=hint)
-        top_k = _integer(*said("top_k", top_k, _TOP_K), 0)
-        top_p = _number(*said("top_p", top_p, 1.0), above=0.0, most=1.0)
+        name, value = said("temperature", temperature, 1.0)
+        if (temperature := real(name, value)) <= _COLDEST:
+            raise InvalidRequestError(f"{name}={value!r} must be above {_COLDEST:g}; do_sample=False is greedy")
+        top_k = in_range(whole, 0)(*said("top_k", top_k, _TOP_K))
+        top_p = check_top_p(*said("top_p", top_p, 1.0))
     else:
         temperature, top_k, top_p = 1.0, 0, 1.0
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
@@ -92,16 +93,17 @@ def resolve(
                 f"{neutral!r} in model.generation_config"
             )
 
-    length_penalty = _number(*said("length_penalty", length_penalty, 1.0))
+    length_penalty = real(*said("length_penalty", length_penalty, 1.0))
     name, early_stopping = said("early_stopping", early_stopping, False)
     if not (isinstance(early_stopping, bool) or early_stopping == "never"):
         raise InvalidRequestError(f"{name} is {early_stopping!r}, but must be True, False or 'never'")
 
     name, eos = said("eos_token_id", eos_token_id, ())
     eos = eos if isinstance(eos, Sequence) and not isinstance(eos, (str, bytes)) else [eos]
-    eos_ids = tuple(dict.fromkeys(_token(name, token, vocab_size) for token in eos))
+    in_vocabulary = in_range(whole, 0, vocab_size - 1)
+    eos_ids = tuple(dict.fromkeys(in_vocabulary(name, token) for token in eos))
     name, pad = said("pad_token_id", pad_token_id, eos_ids[0] if eos_ids else None)
-    pad_token_id = None if pad is None else _token(name, pad, vocab_size)
+    pad_token_id = None if pad is None else in_vocabulary(name, pad)
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
     return Choice(
@@ -128,40 +130,11 @@ def token_limit(generation_config: Any, max_new_tokens: int | None, prompt_len: 
         name = f"{name} of the model's generation_config"
     max_length = getattr(generation_config, "max_length", None)
     if max_new_tokens is None and max_length is not None:
-        max_length = _integer("max_length of the model's generation_config", max_length, 1)
+        max_length = in_range(whole, 1)("max_length of the model's generation_config", max_length)
         if prompt_len >= max_length:
             raise PromptTooLongError(
                 f"a prompt of {prompt_len} tokens, but the model's generation_config has max_length={max_length}: "
                 "give max_new_tokens"
             )
         return max_length - prompt_len
-    return _integer(name, _NEW_TOKENS if max_new_tokens is None else max_new_tokens, 1)
-
-
-# ---- one check a kind: takes a name and a value, gives back a plain number; numpy's are fine, as in SamplingParams
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number of at least {least}")
-    return int(value)
-
-
-def _number(name: str, value: Any, *, above: float = -math.inf, most: float = math.inf, hint: str = "") -> float:
-    try:
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        number = float(value) if real else math.nan
-    except OverflowError:  # a whole number that no float holds
-        number = math.inf
-    if not (math.isfinite(number) and above < number <= most):
-        limits = [f"above {above:g}"] if above > -math.inf else []
-        limits += [f"at most {most:g}"] if most < math.inf else []
-        limit = " and ".join(limits) or "finite"
-        raise InvalidRequestError(f"{name} is {value!r}, but must be a number, {limit}{hint}")
-    return number
-
-
-def _token(name: str, value: Any, vocab_size: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < vocab_size:
-        raise InvalidRequestError(f"{name} is {value!r}, but tokens are whole numbers from 0 to {vocab_size - 1}")
-    return int(value)
+    return int(in_range(whole, 1)(name, _NEW_TOKENS if max_new_tokens is None else max_new_tokens))

@@ -222,12 +222,14 @@ def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(coun
     engine = counting_engine(model, max_num_seqs=2, num_blocks=65)
     running = engine.submit([1], greedy(120))
     until(lambda: engine.stats()["num_running"] == 1)
-    plan, plan_s = engine.scheduler.plan, []
+    plan, plan_s = engine.scheduler.plan, []  # seconds, of the steps with most of them waiting
 
     def timed(host_batch):
+        num_waiting = engine.scheduler.num_waiting
         begin = time.thread_time()  # of the processor: other work on the machine is none of ours
         planned = plan(host_batch)
-        plan_s.append(time.thread_time() - begin)
+        if num_waiting > 40_000:
+            plan_s.append(time.thread_time() - begin)
         return planned
 
     engine.scheduler.plan = timed
@@ -242,5 +244,5 @@ def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(coun
     assert tokens(running) == counted(1, 120)
     assert [tokens(handle) for handle in handles[:3]] == [counted(i, 4) for i in range(3)]
     assert_empty(engine)
-    # Most steps had some 256 newly aborted to step over. A look at each who waits would take milliseconds of all steps.
-    assert statistics.quantiles(plan_s, n=10)[0] < 1e-3
+    # Some steps had 256 newly aborted to step over. A look at each who waits would take milliseconds of all steps.
+    assert len(plan_s) > 20 and statistics.quantiles(plan_s, n=10)[0] < 5e-4
