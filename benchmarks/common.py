@@ -36,9 +36,11 @@ def needs_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
 
 
 def save(path: Path | None, report: dict[str, Any]) -> None:
-    """Write the report as it is now: what has been measured stays if the rest fails."""
+    """Write the report as it is now, whole or not at all: what has been measured stays if the rest fails."""
     if path is not None:
-        path.write_text(json.dumps(report, indent=2) + "\n")
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(report, indent=2) + "\n")
+        part.replace(path)
 
 
 def device_intervals(recorded: torch.profiler.profile) -> list[tuple[int, int]]:

@@ -128,21 +128,15 @@ class GraphSet:
         self._steps: dict[Bucket, _Step] = {}
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
-        collecting = gc.isenabled()
-        gc.disable()  # a collection in the middle of a capture could free tensors into the pool
-        try:
-            with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
-                stream.wait_stream(torch.cuda.default_stream(device))
-                sizes = [free]
-                for bucket in buckets.all():
-                    self._steps[bucket] = self._capture(bucket)
-                    sizes.append(torch.cuda.mem_get_info(device)[0])
-                # What one more bucket costs: the first ones fill the pool, the later ones find their memory in it.
-                self.bytes_per_bucket = float(np.median(-np.diff(sizes)))
-                stream.synchronize()
-        finally:
-            if collecting:
-                gc.enable()
+        with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(device))
+            sizes = [free]
+            for bucket in buckets.all():
+                self._steps[bucket] = self._capture(bucket)
+                sizes.append(torch.cuda.mem_get_info(device)[0])
+            # What one more bucket costs: the first ones fill the pool, the later ones find their memory in it.
+            self.bytes_per_bucket = float(np.median(-np.diff(sizes)))
+            stream.synchronize()
         torch.cuda.empty_cache()  # what the warm-up runs left behind
         self.num_bytes = free - torch.cuda.mem_get_info(device)[0]  # of the card: pool, and the driver's share
 
@@ -223,14 +217,22 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     address alone. All of them are given back when torch.compile captures, or another engine starts; the graph would
     then write to memory that is somebody else's, or nobody's. So they are given back in front of a capture, which
     makes one of its own, and behind it, so that nobody else uses that.
+
+    Nothing is collected meanwhile: it could free tensors into the pool, or call what a capture does not allow.
     """
-    torch._C._cuda_clearCublasWorkspaces()
-    begin_capture(graph, pool)
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        yield
-    finally:
-        graph.capture_end()
         torch._C._cuda_clearCublasWorkspaces()
+        begin_capture(graph, pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 _swapping = threading.Lock()  # of the process, as the generator is

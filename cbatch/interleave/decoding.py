@@ -5,7 +5,6 @@ Knows a model of transformers and how tokens are chosen; knows no stream but the
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,8 +129,6 @@ class Decoding:
         graph = torch.cuda.CUDAGraph()
         if self.search.draws:
             graph.register_generator_state(self.search.generator)
-        collecting = gc.isenabled()
-        gc.disable()  # a collection in the middle of a capture could call what a capture does not allow
         try:
             with torch.cuda.stream(stream), capturing(graph, torch.cuda.graph_pool_handle()):
                 self._step()
@@ -142,9 +139,6 @@ class Decoding:
                 f"a step of {type(self._model).__name__} cannot be captured as a CUDA graph, use compile=False: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        finally:
-            if collecting:
-                gc.enable()
         self._graph = graph
 
     def _rewind(self) -> None:
