@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from cbatch.config import find_device, parse_dtype
-from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
 from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
@@ -304,7 +304,7 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
         )
     except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
-    except (UnsupportedModelError, torch.OutOfMemoryError):
+    except (CBatchError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # anything: a class trips over its config, a kind of quantised weights lacks a package
         raise _not_causal(path, error) from error

@@ -320,11 +320,12 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_a_missing_shard_is_named(sharded):
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_a_missing_shard_is_named(sharded, model_impl):
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ModelNotFoundError, match=rf"model\.safetensors\.index\.json names {shard.name}, which is not"):
-        load_model(sharded, model_impl="auto")
+        load_model(sharded, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
