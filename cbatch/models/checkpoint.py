@@ -95,7 +95,8 @@ def find_files(path: str, names: list[str], local_only: bool) -> dict[str, Path]
     Waits for the network unless ``local_only``. Raises OSError where the repository cannot be asked.
     """
     found = cached_files(path, names, local_files_only=local_only, _raise_exceptions_for_missing_entries=False)
-    return {Path(file).name: Path(file) for file in found or ()}
+    files = [Path(file) for file in found or ()]
+    return {name: file for file in files for name in names if file.as_posix().endswith(f"/{name}")}  # a/b.safetensors
 
 
 def refuse_scaled(path: str, local_only: bool) -> None:

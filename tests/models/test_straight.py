@@ -208,6 +208,22 @@ def test_a_checkpoint_in_shards(name, tmp_path, straight_only):
     assert_same(load_model(tmp_path, model_impl="auto"), module)
 
 
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_shards_in_a_folder_of_their_own(model_impl, tmp_path):
+    """An index may say so. They were called missing, since they were looked for by their last name."""
+    module = make_tiny("llama")
+    module.save_pretrained(tmp_path, max_shard_size="30KB")
+    (tmp_path / "parts").mkdir()
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.rename(tmp_path / "parts" / shard.name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', '"parts/model-'))
+    model = load_model(tmp_path, model_impl=model_impl)
+    assert isinstance(model, Decoder) == (model_impl == "auto")
+    for got, want in zip(packed_logits(model), packed_logits(TransformersModel(module)), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama"])
 def test_a_checkpoint_in_16_bits_as_float32(name, saved, tmp_path, straight_only):
