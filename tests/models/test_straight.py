@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cbatch.errors import ModelNotFoundError, UnsupportedModelError
 from cbatch.models import config_facts, loader
-from cbatch.models.comparison import packed_logits
+from cbatch.models.comparison import DenseAttend, packed_logits
 from cbatch.models.decoder import Decoder
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.decoder_config import decoder_config
@@ -206,6 +206,26 @@ def test_a_checkpoint_in_shards(name, tmp_path, straight_only):
     module.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 3
     assert_same(load_model(tmp_path, model_impl="auto"), module)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_yarn_goes_on_behind_the_length_that_it_extends(model_impl, tmp_path):
+    """A config is extended by the scaling alone, and the length that it names stays. The model ended there."""
+    make_tiny("llama_tied_yarn").save_pretrained(tmp_path)  # 4 times 64 positions
+    edit_config(tmp_path, max_position_embeddings=64)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    model = load_model(tmp_path, model_impl=model_impl)
+    assert isinstance(model, Decoder) == (model_impl == "auto") and model.max_model_len == 256
+    ids, dense_attend = torch.arange(256) % 101, DenseAttend()
+
+    def attend(layer, q, k, v, **options):
+        return dense_attend(layer, q, k, v, mask=None, extras={}, **options)
+
+    dense_attend.begin([("A", 0, ids.tolist())])
+    got = model.forward(ids, torch.arange(256), torch.arange(256), attend)
+    with torch.no_grad():
+        expected = module(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
