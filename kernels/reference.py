@@ -384,8 +384,9 @@ def logprobs(
     num_rows, num_columns = logits.shape
     k = records.shape[1] // 2 - 2
     logits, tokens = logits.float(), sampled[:num_rows, None].long()
-    # Integers that order as the logits do, and then as ids fall: no two are equal.
-    bits = (logits + 0.0).view(torch.int32)
+    # Integers that order as the logits do, and then as ids fall: no two are equal. NaN is the largest, whatever its
+    # sign: x86 gives what it computes the minus sign, whose bits would order below -inf.
+    bits = torch.where(logits.isnan(), torch.nan, logits + 0.0).view(torch.int32)
     order = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long().bitwise_left_shift_(32)
     order |= 0x7FFFFFFF - torch.arange(num_columns, device=logits.device)
     largest = order.topk(min(k, num_columns)).indices

@@ -8,7 +8,7 @@ Contract:
 - cos_sin: [max_len, rotary_dim] float32, a position's cosines and then its sines; rotary_dim is even and at most
   head_dim. Element i turns with element i + rotary_dim / 2; what lies beyond rotary_dim stays.
 - computed in float32 and rounded once. Values are neither normalised nor turned.
-- head sizes are even, not only powers of two. Offsets into caches and tokens are 64 bits wide.
+- head sizes are at least 2, not only powers of two. Offsets into caches and tokens are 64 bits wide.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def _launch(
     if not num_tokens:
         return
     block_size, num_kv_heads = k_pages.shape[1:3]
-    rotary_dim = head_dim if cos_sin is None else cos_sin.shape[1]
+    # Where nothing turns, an odd head is two halves and one element more: GPT-2 has learned positions and any size.
+    rotary_dim = head_dim // 2 * 2 if cos_sin is None else cos_sin.shape[1]
     half_padded = triton.next_power_of_2(rotary_dim // 2)
     rest_padded = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else half_padded
     # 512 elements of a tile on 64 threads are 16 bytes a thread in 16 bits: six programs a token of 48 heads of 128.

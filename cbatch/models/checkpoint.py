@@ -32,8 +32,16 @@ class Checkpoint:
             framework.
     """
 
-    def __init__(self, path: str, *, local_only: bool, device: torch.device, dtype: torch.dtype | None, tied: bool):
-        self.name, self.device, self.tied = path, device, tied
+    def __init__(
+        self,
+        path: str,
+        *,
+        local_only: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        tied_to: str | None,  # the embedding that the config says is the head as well
+    ) -> None:
+        self.name, self.device = path, device
         self._files: dict[str, Any] = {}  # by the name of the tensor
         dtypes = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -55,6 +63,7 @@ class Checkpoint:
             if dtype is None and len(dtypes) != 1:
                 raise UnsupportedModelError(f"tensors of {len(dtypes)} dtypes, and the config names none")
             self.dtype = dtype or _DTYPES[dtypes.pop()]
+            self.tied = tied_to is not None and not self._has_another_head(tied_to)
             self._open_files = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -62,6 +71,14 @@ class Checkpoint:
 
     def __exit__(self, *error: object) -> None:
         self._open_files.close()
+
+    def _has_another_head(self, embedding: str) -> bool:
+        """Whether a head is stored that is not the embedding: then it counts, and not what the config says of it, as in
+        transformers. Two tensors are in memory for that, while nothing else is."""
+        head = "lm_head.weight"
+        if head not in self.shapes or embedding not in self.shapes:
+            return False
+        return not torch.equal(*(self._files[name].get_tensor(name) for name in (embedding, head)))
 
     def take(self, name: str) -> Tensor:
         tensor = self._files[name].get_tensor(name)
@@ -78,7 +95,8 @@ def find_files(path: str, names: list[str], local_only: bool) -> dict[str, Path]
     Waits for the network unless ``local_only``. Raises OSError where the repository cannot be asked.
     """
     found = cached_files(path, names, local_files_only=local_only, _raise_exceptions_for_missing_entries=False)
-    return {Path(file).name: Path(file) for file in found or ()}
+    files = [Path(file) for file in found or ()]
+    return {name: file for file in files for name in names if file.as_posix().endswith(f"/{name}")}  # a/b.safetensors
 
 
 def refuse_scaled(path: str, local_only: bool) -> None:

@@ -49,17 +49,19 @@ def max_positions(config: Any) -> int:
 
     LongRoPE changes its frequencies where the largest position of the batch passes the original length, so one long
     request would change the tokens of all others: such a model ends at its original length here. Dynamic NTK does the
-    same beyond ``max_position_embeddings``, which is the limit anyway.
+    same beyond ``max_position_embeddings``, which is the limit anyway. YaRN's are the same at any length, and serve for
+    ``factor`` times the original one, whatever ``max_position_embeddings`` says: it is often left as it was.
     """
     text = text_config(config)
     limits = [value for name in _LENGTH_NAMES if isinstance(value := getattr(text, name, None), int) and value > 0]
     limit = limits[0] if limits else UNLIMITED
     for rope in _rope_parameters(text):
-        if rope.get("rope_type", rope.get("type")) == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
+        kind, original = rope.get("rope_type", rope.get("type")), rope.get("original_max_position_embeddings")
+        if kind == "longrope":
+            original = original or getattr(text, "original_max_position_embeddings", None)
             limit = min(limit, original or limit)
+        elif kind == "yarn" and original:
+            limit = max(limit, int(original * (rope.get("factor") or 1)))
     return limit
 
 

@@ -41,6 +41,10 @@ class Names:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
 
+    @property
+    def embedding(self) -> str:
+        return f"{self.body}.{self.embed}.weight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -74,7 +78,7 @@ class DecoderConfig:
     windows: tuple[int, ...]  # a layer's, in positions; 0: all
     ropes: tuple[str | None, ...]  # which of the model's rotary tables turns a layer; None: it is not turned
     rope_interleaved: bool = False  # neighbours turn together, instead of the halves of a head
-    rope_partial: bool = False  # plain frequencies heed partial_rotary_factor; scaled ones do in all families
+    rope_partial: bool = False  # plain frequencies heed partial_rotary_factor
 
     gated: bool = True
     act: str = "silu"
@@ -91,7 +95,7 @@ class DecoderConfig:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """What transformers calls the weights, and their shapes there: no more and no fewer, in the order of use."""
         names, hidden = self.names, self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {f"{names.body}.{names.embed}.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocab_size, hidden)}
         if names.positions:
             shapes[f"{names.body}.{names.positions}.weight"] = (self.num_positions, hidden)
         for layer in range(self.num_layers):
@@ -266,10 +270,8 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     facts = {**_BIASES, **FAMILIES[kind]}
     for name in _BIASES:
         facts[name] = bool(said.get(option, False)) if isinstance(option := facts[name], str) else option
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    if num_layers < 1:
-        raise UnsupportedModelError(f"{kind}: the config has {num_layers} layers, but there must be one")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    sizes = _sizes(config, said)
+    num_layers, num_heads, head_dim = config.num_hidden_layers, config.num_attention_heads, sizes["head_dim"]
     act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
@@ -285,18 +287,20 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
         embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()  # Gemma's is rounded
     attn_scale = head_dim**-0.5
     if "query_pre_attn_scalar" in said:
-        attn_scale = said["query_pre_attn_scalar"] ** -0.5
+        if (scalar := said["query_pre_attn_scalar"]) <= 0:
+            raise UnsupportedModelError(f"{kind}: the decoder does not cover query_pre_attn_scalar={scalar}")
+        attn_scale = scalar**-0.5
     return DecoderConfig(
         **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, said, windows, facts.get("ropes"))},
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=said.get("intermediate_size") or said.get("n_inner") or 4 * config.hidden_size,
+        intermediate_size=sizes["intermediate_size"],
         num_positions=config.max_position_embeddings,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         init_std=said.get("initializer_range") or 0.02,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=said.get("num_key_value_heads") or num_heads,
+        num_kv_heads=sizes["num_key_value_heads"],
         head_dim=head_dim,
         norm_eps=next(value for name, value in said.items() if name.endswith(("norm_eps", "norm_epsilon"))),
         attn_scale=float(said.get("attention_multiplier", attn_scale)),
@@ -324,13 +328,37 @@ def _what_it_says(config: Any) -> dict[str, Any]:
     return said
 
 
+def _sizes(config: Any, said: dict[str, Any]) -> dict[str, int]:
+    """Sizes under their names; of those that a config may leave open, what the others make of them."""
+    num_heads, hidden = config.num_attention_heads, config.hidden_size
+    sizes: dict[str, int] = {
+        name: getattr(config, name) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")
+    }
+    for name, given, derived in (
+        ("intermediate_size", said.get("intermediate_size", said.get("n_inner")), 4 * hidden),
+        ("num_key_value_heads", said.get("num_key_value_heads"), num_heads),
+        ("head_dim", getattr(config, "head_dim", None), hidden // max(num_heads, 1)),
+    ):
+        sizes[name] = derived if given is None else given
+    for name, size in sizes.items():
+        if size < 1:
+            raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={size}")
+    if num_heads % (num_kv_heads := sizes["num_key_value_heads"]):
+        raise UnsupportedModelError(
+            f"{config.model_type}: the decoder does not cover num_key_value_heads={num_kv_heads} of {num_heads} heads"
+        )
+    return sizes
+
+
 def _windows(config: Any, num_layers: int, said: dict[str, Any]) -> tuple[int, ...]:
     window, used = said.get("sliding_window"), said.get("use_sliding_window", True)
-    types = said.get("layer_types") or ["sliding_attention"] * num_layers
+    named = said.get("layer_types")
+    types = named or ["sliding_attention"] * num_layers
     other = set(types) - {"sliding_attention", "full_attention"}
     if other:
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover layers of type {other.pop()!r}")
-    if window is not None and "sliding_attention" in types and not (window > 0 and used):  # a mask has it all the same
+    # A mask has the window all the same where it is not used; and without one, no mask can be made of a named layer.
+    if (named or window is not None) and "sliding_attention" in types and not (window and window > 0 and used):
         raise UnsupportedModelError(
             f"{config.model_type}: the decoder does not cover sliding layers of sliding_window={window!r}"
             + ("" if used else " with use_sliding_window=False")
@@ -346,7 +374,11 @@ def _ropes(
         return (None,) * num_layers
     if where == "where windows slide" and said["sliding_window"] is not None:
         return tuple("" if window else None for window in windows)
-    if said.get("no_rope_layers"):
-        return tuple("" if turned else None for turned in said["no_rope_layers"])
+    if (turned := said.get("no_rope_layers")) is not None:
+        if len(turned) < num_layers:
+            raise UnsupportedModelError(
+                f"{config.model_type}: the decoder does not cover no_rope_layers={turned} of {num_layers} layers"
+            )
+        return tuple("" if turns else None for turns in turned[:num_layers])
     types = said.get("layer_types") or ()
     return ("",) * num_layers if config.rope_parameters.keys().isdisjoint(types) else tuple(types)

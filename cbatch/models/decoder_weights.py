@@ -70,7 +70,7 @@ def load_weights(
     _expect(source, config)
     names = config.names
     body, read = names.body, _Reader(source, config, pack)
-    embed = read.tensor(f"{body}.{names.embed}.weight")
+    embed = read.tensor(names.embedding)
     positions = read.tensor(f"{body}.{names.positions}.weight") if names.positions else None
     turned = max((table.shape[1] for table in rope_tables.values()), default=0)
     layers = tuple(_layer(read, f"{body}.{names.layers}.{i}", config, turned) for i in range(config.num_layers))

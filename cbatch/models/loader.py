@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from cbatch.config import find_device, parse_dtype
-from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models.base import Model
 from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
 from cbatch.models.decoder import Decoder, DecoderMismatch
-from cbatch.models.decoder_config import FAMILIES, decoder_config
+from cbatch.models.decoder_config import FAMILIES, Names, decoder_config
 from cbatch.models.demo import NAME as DEMO
 from cbatch.models.demo import ensure_demo_model
 from cbatch.models.light_imports import light_imports
@@ -212,14 +212,15 @@ def _straight(
     dtype = dtype or (torch.float32 if device.type == "cpu" else config.dtype)
     if dtype not in (None, *COMPUTED):
         raise UnsupportedModelError(f"the decoder does not compute in {dtype}")
-    tied = bool(getattr(config, "tie_word_embeddings", False))
     if dummy:
         facts = model_facts(config, _generation_config(None, config, local_only), name)
         dtype = dtype or torch.bfloat16
         decoder = decoder_config(config, dtype)
         return Decoder.from_source(decoder, config, RandomSource(decoder, device, dtype, seed), facts)
     _refuse_adapter(path, local_only)
-    with Checkpoint(path, local_only=local_only, device=device, dtype=dtype, tied=tied) as checkpoint:
+    names = FAMILIES[config.model_type].get("names", Names())
+    tied_to = names.embedding if getattr(config, "tie_word_embeddings", False) else None
+    with Checkpoint(path, local_only=local_only, device=device, dtype=dtype, tied_to=tied_to) as checkpoint:
         facts = model_facts(config, _generation_config(path, config, local_only), name)
         return Decoder.from_source(decoder_config(config, checkpoint.dtype), config, checkpoint, facts)
 
@@ -289,8 +290,10 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     try:
-        if getattr(config, "quantization_config", None) is None:  # transformers would cast them to numbers
+        if (quantised := getattr(config, "quantization_config", None)) is None:  # it would cast them to numbers
             refuse_scaled(path, local_only)
+        else:
+            _refuse_unknown_quantisation(path, quantised)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -301,7 +304,9 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
         )
     except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
-    except (ValueError, ImportError) as error:  # one kind of quantised weights or another needs a package
+    except (CBatchError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anything: a class trips over its config, a kind of quantised weights lacks a package
         raise _not_causal(path, error) from error
     module, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers has rolled dice for them
@@ -324,6 +329,10 @@ def _random_module(
     first round of initialisation, torch's own, is skipped: the family's overwrites it.
     """
     config = _config(path, trust_remote_code, _only_local(path))
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{path!r}: load_format='dummy' makes floating point numbers alone, and the config names a quantisation"
+        )
     from transformers import AutoModelForCausalLM
     from transformers import initialization as init
 
@@ -336,9 +345,22 @@ def _random_module(
             torch.manual_seed(seed)
             with torch.no_grad():
                 module.init_weights()
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # anything, likewise
         raise _not_causal(path, error) from error
     return module.eval()
+
+
+def _refuse_unknown_quantisation(path: str, quantised: Any) -> None:
+    """Raise UnsupportedModelError where transformers would warn and go on without it, integers taken for the weights,
+    and ValueError where no method is named."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    options = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    if not AutoHfQuantizer.supports_quant_method(options):
+        method = options["quant_method"]
+        raise UnsupportedModelError(f"{path!r}: transformers does not know the quantisation {method!r} of the config")
 
 
 def _and_more(names: list[Any]) -> str:
@@ -346,7 +368,7 @@ def _and_more(names: list[Any]) -> str:
 
 
 def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
-    reason = str(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
+    reason = _words(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
     return UnsupportedModelError(f"transformers makes no causal language model of {path!r}: {reason}")
 
 

@@ -305,6 +305,15 @@ def test_logprobs_of_a_vocabulary_under_twenty() -> None:
     torch.testing.assert_close(values[0, 1:4].exp().sum(), torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_of_all_logits_nan_is_the_likeliest_for_logprobs_too(sign: float) -> None:
+    """Greedy takes it; with the sign that x86 gives what it computes, its rank was the last."""
+    logits = torch.tensor([[1.0, 3.0, torch.nan, 2.0]]).copysign(torch.tensor([1.0, 1.0, sign, 1.0]))
+    ids, values, ranks = records_of(reference, logits, [2], k=3)
+    assert ids.tolist() == [[2, 2, 1, 3]] and ranks.tolist() == [1]
+    assert values.isnan().all()
+
+
 # ---- the kernels
 
 VOCABULARIES = [7, VOCAB] if INTERPRETED else [7, VOCAB, 50257, 128256, 151936, 262144]

@@ -94,6 +94,8 @@ def test_a_layer_without_positions_only_normalises(device, dtype, num_tokens):
         (33, 8, 1, 64, None, False, 4),
         (1, 4, 4, 128, None, True, 0),
         (1, 4, 4, 6, 2, True, 2),
+        (5, 4, 4, 15, None, False, 0),  # as GPT-2 may have them: the last of 15 elements was in no half, and got lost
+        (5, 4, 1, 15, None, True, 2),
         (0, 9, 3, 64, 64, True, 0),
         (0, 9, 3, 64, 64, True, 4),
     ],

@@ -22,6 +22,16 @@ def config(**facts):
         ({}, config_facts.UNLIMITED),
         ({"text_config": SimpleNamespace(max_position_embeddings=16)}, 16),
         ({"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn"}}, 128),
+        *(  # as its model card tells the user of Qwen3 to do it, then as DeepSeek and gpt-oss have it
+            (
+                {
+                    "max_position_embeddings": said,
+                    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+                },
+                limit,
+            )
+            for said, limit in ((40, 128), (128, 128), (160, 160))
+        ),
         (
             {
                 "max_position_embeddings": 128,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cbatch.errors import ModelNotFoundError, UnsupportedModelError
 from cbatch.models import config_facts, loader
-from cbatch.models.comparison import packed_logits
+from cbatch.models.comparison import DenseAttend, packed_logits
 from cbatch.models.decoder import Decoder
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.decoder_config import decoder_config
@@ -134,10 +134,44 @@ def test_what_only_transformers_makes_of_a_config_is_not_covered(name, options, 
     """The decoder took the first for an ordinary model, softened what transformers does not, saw all positions where
     a mask hid some, and read a divisor of 0 as none."""
     tiny(name, monkeypatch, **options).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{name}: .*(not cover .*{list(options)[-1]}|has 0 layers)"):
+    with pytest.raises(UnsupportedModelError, match=f"{name}: .*not cover .*{list(options)[-1]}"):
         loader._straight(str(tmp_path), None, torch.device("cpu"), False, False, 0)
     with contextlib.suppress(UnsupportedModelError):  # most cannot be run in packed steps at all
         assert isinstance(load_model(tmp_path, model_impl="auto"), TransformersModel)
+
+
+def rope(rope_type, **options):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **options}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("gemma2", {"sliding_window": None}, "sliding layers of sliding_window=None"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 of 4 heads"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ("llama", {"head_dim": 0}, "head_dim=0"),
+        ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("gpt2", {"n_inner": 0}, "intermediate_size=0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] of 3 layers"),
+        ("smollm3", {"no_rope_layers": []}, r"no_rope_layers=\[\] of 3 layers"),
+        ("llama", {"hidden_act": "magic"}, "activation 'magic'"),
+        ("llama", rope("mrope"), "rope_type='mrope'"),
+        ("llama", rope("linear", factor=4.0, partial_rotary_factor=0.5), "turn 8 elements of heads of 16"),
+        ("phi3", rope("default", partial_rotary_factor=2.0), "turn 32 elements of heads of 16"),
+    ],
+    ids=str,
+)
+def test_a_config_of_which_transformers_makes_no_model_is_refused(name, options, reason, tmp_path):
+    """The decoder read None and 0 as if nothing had been said, and ran; or both it and transformers tripped, over a key
+    that is not there or a division by zero, and that was the error."""
+    FAMILIES[name]().save_pretrained(tmp_path)
+    edit_config(tmp_path, **options)
+    with pytest.raises(UnsupportedModelError, match=f"{name}: the decoder does not .*{reason}"):
+        loader._straight(str(tmp_path / "config.json"), None, torch.device("cpu"), True, False, 0)
+    with pytest.raises(UnsupportedModelError):
+        load_model(tmp_path / "config.json", load_format="dummy", model_impl="auto")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -151,6 +185,20 @@ def test_biases_and_tied_heads(name, tied, tmp_path, straight_only, monkeypatch)
     assert_same(decoder, module)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("another", [False, True])
+def test_a_head_beside_a_tied_embedding(name, another, tmp_path, straight_only, monkeypatch):
+    """Saved although the config says that it is the embedding. Where it is another one, transformers believes the file;
+    the decoder believed the config, and gave the logits of a model that nobody has trained."""
+    tiny(name, monkeypatch, tie_word_embeddings=True).save_pretrained(tmp_path)
+    embedding = decoder_config(FAMILIES[name](), torch.float32).names.embedding
+    edit_tensors(tmp_path, lambda t: t | {"lm_head.weight": t[embedding].flip(0) if another else t[embedding].clone()})
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    decoder = load_model(tmp_path, model_impl="auto")
+    assert torch.equal(dense(decoder.weights.head.weight), decoder.weights.embed) == (not another)
+    assert_same(decoder, module)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama_tied_yarn", "phi3"])
 def test_a_checkpoint_in_shards(name, tmp_path, straight_only):
     """Small ones, so that the parts of a fused matrix lie in several files."""
@@ -158,6 +206,42 @@ def test_a_checkpoint_in_shards(name, tmp_path, straight_only):
     module.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 3
     assert_same(load_model(tmp_path, model_impl="auto"), module)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_yarn_goes_on_behind_the_length_that_it_extends(model_impl, tmp_path):
+    """A config is extended by the scaling alone, and the length that it names stays. The model ended there."""
+    make_tiny("llama_tied_yarn").save_pretrained(tmp_path)  # 4 times 64 positions
+    edit_config(tmp_path, max_position_embeddings=64)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    model = load_model(tmp_path, model_impl=model_impl)
+    assert isinstance(model, Decoder) == (model_impl == "auto") and model.max_model_len == 256
+    ids, dense_attend = torch.arange(256) % 101, DenseAttend()
+
+    def attend(layer, q, k, v, **options):
+        return dense_attend(layer, q, k, v, mask=None, extras={}, **options)
+
+    dense_attend.begin([("A", 0, ids.tolist())])
+    got = model.forward(ids, torch.arange(256), torch.arange(256), attend)
+    with torch.no_grad():
+        expected = module(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_shards_in_a_folder_of_their_own(model_impl, tmp_path):
+    """An index may say so. They were called missing, since they were looked for by their last name."""
+    module = make_tiny("llama")
+    module.save_pretrained(tmp_path, max_shard_size="30KB")
+    (tmp_path / "parts").mkdir()
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.rename(tmp_path / "parts" / shard.name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', '"parts/model-'))
+    model = load_model(tmp_path, model_impl=model_impl)
+    assert isinstance(model, Decoder) == (model_impl == "auto")
+    for got, want in zip(packed_logits(model), packed_logits(TransformersModel(module)), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
@@ -272,11 +356,12 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_a_missing_shard_is_named(sharded):
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_a_missing_shard_is_named(sharded, model_impl):
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ModelNotFoundError, match=rf"model\.safetensors\.index\.json names {shard.name}, which is not"):
-        load_model(sharded, model_impl="auto")
+        load_model(sharded, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
@@ -357,6 +442,13 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
             )
             for stored, dtype in (("I8", torch.int8), ("F8_E4M3", torch.float8_e4m3fn))
         ),
+        (
+            "does not know the quantisation 'magic'",
+            lambda path: [
+                edit_config(path, quantization_config={"quant_method": "magic"}),
+                edit_tensors(path, lambda t: {n: x.to(torch.int8) if "q_proj" in n else x for n, x in t.items()}),
+            ],
+        ),
         ("adapters are not supported", lambda path: (path / "adapter_config.json").write_text("{}")),
         ("requires optimum", lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4})),
         ("generation config .* not a valid JSON", lambda path: (path / "generation_config.json").write_text("{")),
@@ -371,9 +463,9 @@ def test_what_is_not_loaded_straight(reason, change, tmp_path):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_loaded_at_all(reason, change, model_impl, tmp_path):
-    """transformers rolls dice for weights that are missing, casts integers as if they were the weights, and looks past
-    an adapter and a broken generation config: there were answers, and no error. The others were errors of another kind
-    than those that we promise.
+    """transformers rolls dice for weights that are missing, casts integers as if they were the weights, also of a
+    quantisation that it does not know, and looks past an adapter and a broken generation config: there were answers,
+    and no error. The others were errors of another kind than those that we promise.
     """
     make_tiny("llama").save_pretrained(tmp_path)
     change(tmp_path)
@@ -516,6 +608,15 @@ def test_dummy_weights_are_normal_norms_one_and_biases_zero(name):
 def test_dummy_weights_of_a_family_that_is_not_covered_are_made_by_transformers(tmp_path):
     make_tiny("mixtral").save_pretrained(tmp_path)
     assert isinstance(load_model(tmp_path, load_format="dummy", model_impl="auto"), TransformersModel)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_dummy_weights_of_a_quantised_config_are_refused(model_impl, tmp_path):
+    """They were made of a model that is not quantised, and measured as if it were."""
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match=r"'dummy' makes floating point .* names a quantisation"):
+        load_model(tmp_path / "config.json", load_format="dummy", model_impl=model_impl)
 
 
 # Start-up
