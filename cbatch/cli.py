@@ -96,8 +96,10 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(130)
-        except BrokenPipeError:  # `cbatch generate ... | head`: nobody reads on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # as of `cbatch generate ... | head`, where nobody reads on
+                err.print(Text.assemble(("cbatch:", "red"), f" {error}"), soft_wrap=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
             raise typer.Exit(1) from None
 
     return run
@@ -115,8 +117,12 @@ def _main(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no text ends nothing: it becomes a U+FFFD
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # a byte that is no text, or text of no such byte, ends nothing
+            stream.reconfigure(errors="replace")
 
 
 @app.command()
@@ -497,7 +503,7 @@ def _read_prompts(path: Path) -> list[Any]:
             prompts = [json.loads(line) for line in content.splitlines() if line.strip()]
         else:
             prompts = [line for line in content.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"{path} is not JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None

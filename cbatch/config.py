@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, short
 from cbatch.kernels.attention import BACKENDS
 from cbatch.scheduler.scheduler import POLICIES, Policy
 
@@ -31,9 +31,10 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     """
     if isinstance(dtype, str) and dtype == "auto":
         return None
-    parsed = _DTYPES.get(str(dtype).removeprefix("torch."))
+    name = str(dtype) if isinstance(dtype, (str, torch.dtype)) else ""
+    parsed = _DTYPES.get(name.removeprefix("torch."))
     if parsed is None:
-        raise ConfigError(f"dtype is {dtype!r}, but must be one of auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype is {short(dtype)}, but must be one of auto, {', '.join(_DTYPES)}")
     return parsed
 
 
@@ -48,7 +49,8 @@ def parse_device(device: str | torch.device) -> torch.device:
             parsed = torch.device(device)
             if str(parsed) == "cpu" or parsed.type == "cuda":
                 return parsed
-    raise ConfigError(f"device is {str(device)!r}, but must be cpu, cuda, or cuda:N for one of several GPUs")
+    shown = short(str(device) if isinstance(device, torch.device) else device)
+    raise ConfigError(f"device is {shown}, but must be cpu, cuda, or cuda:N for one of several GPUs")
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
@@ -151,7 +153,7 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
-                raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
+                raise ConfigError(f"{name} is {short(value)}, but must be one of {', '.join(choices)}")
         if self.device is not None:
             object.__setattr__(self, "device", str(parse_device(self.device)))  # a torch.device becomes its name
         for name, (least, most) in _RANGES.items():
@@ -159,7 +161,7 @@ class EngineConfig:
             if value is None and name not in ("max_num_seqs", "block_size"):
                 continue
             if not _is_a(numbers.Integral, value) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}, but must be an integer from {least} to {most}")
+                raise ConfigError(f"{name} is {short(value)}, but must be an integer from {least} to {most}")
             object.__setattr__(self, name, int(value))
         if self.num_blocks is not None and self.num_blocks * self.block_size >= 2**31:
             raise ConfigError(
@@ -168,27 +170,29 @@ class EngineConfig:
             )
         for name in ("enforce_eager", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False")
+                raise ConfigError(f"{name} is {short(getattr(self, name))}, but must be True or False")
         caching = self.enable_prefix_caching
         if caching is not None and not isinstance(caching, bool):
-            raise ConfigError(f"enable_prefix_caching is {caching!r}, but must be True, False or None")
+            raise ConfigError(f"enable_prefix_caching is {short(caching)}, but must be True, False or None")
         if self.scheduling_policy == "longest_prefix" and caching is False:
             raise ConfigError('scheduling_policy is "longest_prefix", but enable_prefix_caching is False')
         parse_dtype(self.dtype)
         utilization = self.gpu_memory_utilization
         if not _is_a(numbers.Real, utilization) or not 0 < utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {utilization!r}, but must be above 0 and at most 1")
+            raise ConfigError(f"gpu_memory_utilization is {short(utilization)}, but must be above 0 and at most 1")
         space = self.swap_space
         if not _is_a(numbers.Real, space) or not 0 <= space <= 2**20:
-            raise ConfigError(f"swap_space is {space!r}, but must be a number of GiB, from 0 to {2**20}")
+            raise ConfigError(f"swap_space is {short(space)}, but must be a number of GiB, from 0 to {2**20}")
         target = self.itl_target_ms
         if target is not None and not (_is_a(numbers.Real, target) and 0 < target < 1e9):
-            raise ConfigError(f"itl_target_ms is {target!r}, but must be a positive number of milliseconds, or None")
+            raise ConfigError(
+                f"itl_target_ms is {short(target)}, but must be a positive number of milliseconds, or None"
+            )
         for name in ("gpu_memory_utilization", "swap_space", "itl_target_ms"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, float(value))
         if not _is_a(numbers.Integral, self.seed) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed is {self.seed!r}, but must be an integer from 0 to 2**64 - 1")
+            raise ConfigError(f"seed is {short(self.seed)}, but must be an integer from 0 to 2**64 - 1")
         object.__setattr__(self, "seed", int(self.seed))
         if self.schedule == "sync" and self.depth not in (None, 1):
             raise ConfigError(f'depth is {self.depth}, but schedule="sync" has one step in flight: leave it out')

@@ -45,6 +45,7 @@ from cbatch.errors import (
     EngineDeadError,
     InvalidRequestError,
     described,
+    short,
 )
 from cbatch.executor import Executor, suitable_backend
 from cbatch.grammar import Grammars
@@ -465,7 +466,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request by its id, with all its answers; False if none of this id is running."""
         if not isinstance(request_id, str):
-            raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
+            raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
         with self._lock:
             handle = self._live.get(request_id)
         if handle is not None:
@@ -538,12 +539,10 @@ class Engine:
         With ``decode_only``, the window begins after the first step in which no prompt is computed.
 
         Raises:
-            ConfigError: no step is asked for.
+            ConfigError: ``num_steps`` is no whole number of at least 1.
             EngineClosedError, EngineDeadError: the engine runs no more.
             CBatchError: another timeline is being recorded.
         """
-        if num_steps < 1:
-            raise ConfigError(f"num_steps is {num_steps}, but a timeline has at least 1")
         with self._lock:
             if self._closing:
                 raise self._ending()

@@ -50,7 +50,7 @@ def short(value: object) -> str:
     """A value as a message shows it, in 80 characters at the most."""
     try:
         text = repr(value)
-    except ValueError:  # an int of too many digits
+    except Exception:  # an int of too many digits, or an object that fails to describe itself
         return f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError
 from cbatch.sampling_params import StructuredOutputsParams
-from cbatch.tokenizer import lock_of
+from cbatch.tokenizer import lock_of, special_ids
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -38,6 +38,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._limits: LLParserLimits
+        self._specials: frozenset[int] = frozenset()
 
     @property
     def num_words(self) -> int:
@@ -113,6 +114,27 @@ class Grammars:
             raise ValueError(f"what may come next was not found within {_PATIENCE_S} s; can no text satisfy a rule?")
         mask[:] = made
 
+    def spell_out(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
+        """Where a text that must come is that of a special token, put a token that spells it into ``mask [num_words]``.
+
+        llguidance has the tokenizer encode such a text, and forces what it finds: the special token, of which it holds
+        afterwards, rightly, that it is no text. An end of sequence would end the answer there.
+        """
+        if np.count_nonzero(mask) != 1:
+            return
+        index = int(mask.nonzero()[0][0])
+        word = int(mask[index]) & 0xFFFFFFFF
+        token = 32 * index + word.bit_length() - 1
+        if word & (word - 1) or token not in self._specials or matcher.is_accepting():
+            return
+        if matcher.validate_tokens([token]):  # it is in the grammar as itself
+            return
+        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        assert self._vocabulary is not None
+        if spelled := self._vocabulary.greedy_tokenize(text):
+            mask[index] = 0
+            mask[spelled[0] // 32] = np.uint32(1 << spelled[0] % 32).view(np.int32)
+
     def _read_vocabulary(self, who: str) -> LLTokenizer:
         if self._vocabulary is None:
             import llguidance
@@ -135,6 +157,7 @@ class Grammars:
                 raise InvalidRequestError(
                     f"{who}: structured_outputs cannot be had with this tokenizer: {error}"
                 ) from error
+            self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()
             self._limits = llguidance.LLParserLimits(verbose_errors=False)
         return self._vocabulary

@@ -171,6 +171,7 @@ class Held:
             try:
                 if handle.held.may_hang:
                     self._grammars.fill_in_time(handle.held.matcher, masks[i])
+                self._grammars.spell_out(handle.held.matcher, masks[i])
                 handle.held.narrow(mask)
             except ValueError as error:
                 _fail(handle, f"structured_outputs: {error}")

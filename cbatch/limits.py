@@ -35,7 +35,7 @@ class Limits:
     def prompt(self, prompt_token_ids: Iterable[int], request_id: str | None) -> NDArray[np.int32]:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
         if request_id is not None and not isinstance(request_id, str):
-            raise InvalidRequestError(f"request_id is {request_id!r}, but must be a string")
+            raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
         who, vocab_size = named(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
@@ -59,12 +59,14 @@ class Limits:
             odd = {t for t in set(map(type, prompt_token_ids)) if t is bool or not issubclass(t, (int, np.integer))}
             if odd:
                 first = next(token for token in prompt_token_ids if type(token) in odd)
-                raise InvalidRequestError(f"{who}: token ids must be integers, not {first!r}")
+                raise InvalidRequestError(f"{who}: token ids must be integers, not {short(first)}")
             if not integers:  # they are beyond 64 bits, and no array of integers held them
                 low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise InvalidRequestError(f"{who}: token id {bad} is out of range; the vocabulary has {vocab_size} tokens")
+            raise InvalidRequestError(
+                f"{who}: token id {short(bad)} is out of range; the vocabulary has {vocab_size} tokens"
+            )
         return prompt.astype(np.int32)
 
     def params(self, params: SamplingParams, request_id: str | None) -> SamplingParams:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, ConfigError, short
 from cbatch.marks import Interval, Marks
 
 LANES = ("CPU plan", "CPU wait", "CPU land", "H2D", "compute", "D2H")
@@ -60,7 +60,9 @@ class Timeline:
     """
 
     def __init__(self, num_steps: int, schedule: str, depth: int, model: str, *, decode_only: bool = False) -> None:
-        self.num_steps = num_steps  # asked for; fewer are recorded if the engine ends first
+        if isinstance(num_steps, bool) or not hasattr(num_steps, "__index__") or num_steps < 1:
+            raise ConfigError(f"num_steps is {short(num_steps)}, but must be an integer of at least 1")
+        self.num_steps = int(num_steps)  # asked for; fewer are recorded if the engine ends first
         self.schedule, self.depth, self.model = schedule, depth, model
         self.device = "cpu"  # how it is called where the timeline is drawn
         self._decode_only = decode_only

@@ -75,4 +75,4 @@ def event(out: RequestOutput) -> str:
 if __name__ == "__main__":
     import uvicorn
 
-    uvicorn.run(app)
+    uvicorn.run(app, timeout_graceful_shutdown=1)  # s; by default, Ctrl-C waits for all streams to come to their ends

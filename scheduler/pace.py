@@ -100,6 +100,7 @@ class Pace:
             elif a < 0:
                 a, b = 0.0, self._p_ms / self._pp
         elif a + b > 0:  # all were alike: they tell of the sum, and not of its parts
+            a, b = a / (a + b), b / (a + b)  # whose squares are no 0, be they as small as they like
             scale = (a * self._t_ms + b * self._p_ms) / (a * a * self._tt + 2 * a * b * self._tp + b * b * self._pp)
             a, b = scale * a, scale * b
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -19,13 +20,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
-from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnsupportedModelError,
+    short,
+)
 from cbatch.interleave.decoding import Batch, CacheKind, Decoding, num_embeddings, static_cache
 from cbatch.interleave.lanes import CudaLanes, HostLane, Lanes
 from cbatch.interleave.options import Choice, resolve, token_limit
 from cbatch.interleave.probe import probe
 from cbatch.interleave.search import Beams, Tokens
 from cbatch.models.config_facts import max_positions
+from cbatch.prompts import encode_prompt
+from cbatch.tokenizer import check_tokenizer
 
 _log = logging.getLogger(__name__)
 _PAGE = 64  # positions: what is compiled or captured serves every prompt up to the next multiple
@@ -38,7 +48,7 @@ class InterleavedGenerator:
     Args:
         model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It stays as it is. A few tokens
             are computed, step by step and at once: a model whose logits then differ is refused.
-        tokenizer: for prompts that are text.
+        tokenizer: of transformers, for prompts that are text.
         num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each one more lets the host
             run one token further ahead, and computes one more in vain at a stop. On the CPU there is one lane, which
             ``num_lanes`` and one line in the log say.
@@ -51,7 +61,7 @@ class InterleavedGenerator:
     after the last token that was needed: at most ``num_lanes - 1``.
 
     Raises:
-        ConfigError: an option out of range, or a model in training mode.
+        ConfigError: an option out of range, a tokenizer that is none, or a model in training mode.
         UnsupportedModelError: a model that cannot be run so, with the reason.
     """
 
@@ -66,11 +76,11 @@ class InterleavedGenerator:
         self._device = _checked(model)
         _in_evaluation(model)
         if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
-            raise ConfigError(f"num_streams is {num_streams!r}, but must be a whole number of at least 1")
+            raise ConfigError(f"num_streams is {short(num_streams)}, but must be a whole number of at least 1")
         if not (isinstance(compile, bool) or compile == "cudagraphs"):
-            raise ConfigError(f"compile is {compile!r}, but must be True, False or 'cudagraphs'")
+            raise ConfigError(f"compile is {short(compile)}, but must be True, False or 'cudagraphs'")
         if cache not in ("static", "dynamic"):
-            raise ConfigError(f"cache is {cache!r}, but must be 'static' or 'dynamic'")
+            raise ConfigError(f"cache is {short(cache)}, but must be 'static' or 'dynamic'")
         if compile and cache == "dynamic":
             raise ConfigError(
                 f"compile={compile!r} needs cache='static': a dynamic cache has another shape at every token"
@@ -78,6 +88,9 @@ class InterleavedGenerator:
         on_gpu = self._device.type == "cuda"
         if compile == "cudagraphs" and not on_gpu:
             raise ConfigError(f"compile='cudagraphs' needs a CUDA device, but the model is on {self._device}")
+        if isinstance(tokenizer, (str, os.PathLike)):
+            raise ConfigError(f"tokenizer is {short(tokenizer)}, but must be the tokenizer itself, not a name")
+        check_tokenizer(tokenizer)
         self._model, self.tokenizer = model, tokenizer
         self.num_streams, self.compile, self.cache = num_streams, compile, cache
         self.num_lanes = num_streams if on_gpu else 1
@@ -169,9 +182,9 @@ class InterleavedGenerator:
             if choice.num_beams > 1:
                 raise InvalidRequestError(f"streamer with num_beams={choice.num_beams}: beams are known at the end")
             if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
-                raise InvalidRequestError(f"streamer is {streamer!r}, but must have put(tokens) and end()")
+                raise InvalidRequestError(f"streamer is {short(streamer)}, but must have put(tokens) and end()")
         if generator is not None and not isinstance(generator, torch.Generator):
-            raise InvalidRequestError(f"generator is {generator!r}, but must be a torch.Generator")
+            raise InvalidRequestError(f"generator is {short(generator)}, but must be a torch.Generator")
         texts = ids = input_ids
         if not isinstance(ids, Tensor):
             rows = [ids] if isinstance(ids, str) else ids
@@ -289,12 +302,10 @@ class InterleavedGenerator:
 
     def _encode(self, texts: Any, mask: Any, pad: int) -> tuple[Tensor, Tensor]:
         if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
-            raise InvalidRequestError(f"input_ids are {texts!r:.80}, but must be a tensor, a text or a list of texts")
+            raise InvalidRequestError(f"input_ids are {short(texts)}, but must be a tensor, a text or a list of texts")
         if mask is not None:
             raise InvalidRequestError("attention_mask with prompts that are text: their padding is known")
-        if self.tokenizer is None:
-            raise InvalidRequestError(f"a prompt is text ({texts[0]!r:.80}), but there is no tokenizer")
-        encoded = [list(self.tokenizer(text)["input_ids"]) for text in texts]
+        encoded = [encode_prompt(self.tokenizer, text) for text in texts]
         if not all(encoded):
             raise InvalidRequestError(f"prompt {encoded.index([])} has no tokens")
         length = max(map(len, encoded))

@@ -202,7 +202,7 @@ def never_loaded(monkeypatch):
     monkeypatch.setattr(Engine, "from_model", from_model)
 
 
-@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b'["caf\xe9"]'])
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b'["caf\xe9"]', b"[" * 100_000])
 def test_file_without_prompts_is_refused(run, never_loaded, tmp_path, content):
     (tmp_path / "prompts.json").write_bytes(content)
     done = run("bench", "throughput", "--prompts", tmp_path / "prompts.json")
@@ -239,6 +239,19 @@ def test_a_byte_that_is_no_text_is_replaced(run, tiny_model):
     assert len(talk.stdout.splitlines()) >= 2
     answer = run("generate", *options, "--json", stdin=b"hel\xfflo\n")
     assert json.loads(answer.stdout)["prompt"] == "hel\ufffdlo"
+
+
+@pytest.mark.parametrize(
+    ("redirected", "says"),
+    [("<&- >&- 2>&-", ""), (">/dev/full", "cbatch: [Errno 28] No space left on device\n")],
+    ids=["closed", "full"],
+)
+def test_streams_that_are_closed_or_full_end_nothing_with_a_traceback(tiny_model, redirected, says):
+    """A service manager may start a program with none of the three, and then each is None in Python."""
+    arguments = ("-m", "cbatch", "generate", "hello", "--model", str(tiny_model), "--max-tokens", "3")
+    shell = ["sh", "-c", f'exec "$0" "$@" {redirected}', sys.executable, *arguments]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, env=environment())
+    assert (done.returncode, done.stderr) == (1 if says else 0, says)
 
 
 def test_what_users_write_is_printed_as_it_is(run, tiny_model):

@@ -15,7 +15,8 @@ from tests.counting import CountingModel
 )
 def test_what_is_no_device_is_refused(device):
     for build in (EngineConfig, lambda device: LLM("no-such-model", device=device)):
-        with pytest.raises(ConfigError, match=rf"device is '{device}', but must be cpu, cuda, or cuda:N"):
+        shown = repr(str(device) if isinstance(device, torch.device) else device)
+        with pytest.raises(ConfigError, match=f"device is {shown}, but must be cpu, cuda, or cuda:N"):
             build(device=device)
 
 
@@ -77,6 +78,19 @@ def test_numpys_numbers_are_numbers():
     )
     assert {type(getattr(config, name)) for name in (*counts, "seed", "depth")} == {int}
     assert type(config.itl_target_ms) is float and config.seed == 2**63
+
+
+class Speechless:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("value", [10**5000, [10**5000], Speechless()], ids=["long", "list", "speechless"])
+@pytest.mark.parametrize("name", EngineConfig.__dataclass_fields__)
+def test_what_cannot_be_written_out_is_refused_by_name(name, value):
+    """Python writes no int of more than 4,300 digits, and its ValueError about that named no option."""
+    with pytest.raises(ConfigError, match=f"{name} is .* but must be"):
+        EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["schedule", "attention", "model_impl", "scheduling_policy", "dtype", "max_num_seqs"])

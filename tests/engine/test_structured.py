@@ -370,6 +370,30 @@ def test_choice_of_any_texts(model: nn.Module, tokenizer: PreTrainedTokenizerFas
     assert len(found) > 1 and found <= set(texts)
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (StructuredOutputsParams(choice=["a<|end|>b"]), "a<|end|>b"),
+        (StructuredOutputsParams(choice=["<|start|>"]), "<|start|>"),
+        (StructuredOutputsParams(regex=r"x{2}<\|end\|>"), "xx<|end|>"),
+        (StructuredOutputsParams(json={"const": "<|end|>"}), '"<|end|>"'),
+        (StructuredOutputsParams(grammar='start: "(" /<\\|end\\|>/ ")"'), "(<|end|>)"),
+        (StructuredOutputsParams(grammar='start: "(" <|start|> ")"'), "(<|start|>)"),  # the token itself
+    ],
+    ids=["choice", "whole", "regex", "json", "grammar", "token"],
+)
+def test_text_of_a_special_token_is_spelled_out(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, asked: StructuredOutputsParams, text: str
+) -> None:
+    """Where nothing else could come, llguidance had the tokenizer encode what must come, and allowed the special token
+    alone: an end of sequence ended "a<|end|>b" behind the a, and any other failed the request as not in the grammar."""
+    params = SamplingParams(structured_outputs=asked, temperature=0.0, max_tokens=40, skip_special_tokens=False)
+    with start(model, tokenizer) as engine:
+        found = answer(engine.submit([5, 6], params))
+    assert (found.text, found.finish_reason, found.token_ids.count(EOS)) == (text, "stop", 1)
+    assert found.token_ids.count(0) == (asked.grammar is not None and "<|start|>" in asked.grammar)
+
+
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
 def test_regex_choice_and_grammars_hold(make: Any, device: str) -> None:
     tokenizer = make()

@@ -110,8 +110,14 @@ def test_one_recording_at_a_time(counting_engine: Start) -> None:
     assert not timeline.wait(0)
     with pytest.raises(CBatchError, match="0 of 2 steps"):
         _ = timeline.spans
-    with pytest.raises(ConfigError, match="num_steps is 0"):
-        engine.record_timeline(0)
+
+
+def test_a_window_has_a_whole_number_of_steps(counting_engine: Start) -> None:
+    """``inf`` was recorded until memory ended, and ``True`` was one."""
+    engine = counting_engine()
+    for wrong in (0, -1, True, 2.5, float("nan"), float("inf"), "3", None, -(10**5000)):
+        with pytest.raises(ConfigError, match=r"num_steps is .*, but must be an integer of at least 1"):
+            engine.record_timeline(wrong)
 
 
 def test_decode_window_begins_after_the_prompts(counting_engine: Start) -> None:

@@ -231,8 +231,10 @@ def test_what_was_compiled_serves_prompts_of_other_lengths(tiny: Make, monkeypat
 class Letters:
     """Token 3 + i is the i-th letter; a tokenizer as far as ``generate`` needs one."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(letter) - ord("a") for letter in text]}
+    all_special_ids = ()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [3 + ord(letter) - ord("a") for letter in text]
 
     def batch_decode(self, rows: Tensor, skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens
@@ -250,7 +252,7 @@ def test_text_goes_in_and_new_text_comes_out(tiny: Make, device: str, capsys: py
     answers = made.generate(texts, max_new_tokens=5)
     alone = [made.generate(text, max_new_tokens=5) for text in texts]
     assert answers == alone
-    ids = torch.tensor([tokenizer("hello")["input_ids"]], device=device)
+    ids = torch.tensor([tokenizer.encode("hello")], device=device)
     assert alone[0] == tokenizer.batch_decode(made.generate(ids, max_new_tokens=5)[:, 5:], True)[0]
     made.generate("hello", max_new_tokens=5, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.split() == alone[0].split()

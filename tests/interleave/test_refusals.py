@@ -11,6 +11,7 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from cbatch.errors import CBatchError, ConfigError, InvalidRequestError, PromptTooLongError, UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
+from tests.api.tiny import byte_level
 from tests.interleave.conftest import Make, expected, prompts
 from tests.models.families import make_tiny
 
@@ -91,8 +92,13 @@ def test_prompts_that_cannot_be_served(tiny: Make, ids: Any, mask: Any, says: st
 
 
 class BeyondTheEmbeddings:
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [3, 101]}
+    all_special_ids = ()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [3, 101]
+
+    def decode(self, tokens: list[int]) -> str:
+        raise NotImplementedError
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model(tiny: Make) -> None:
@@ -100,6 +106,15 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model(tiny: Make) -> None:
     made = InterleavedGenerator(tiny("llama"), BeyondTheEmbeddings())
     with pytest.raises(InvalidRequestError, match="hold 101, but tokens are 0 to 100"):
         made.generate("text", max_new_tokens=3)
+
+
+def test_text_that_is_no_unicode(tiny: Make) -> None:
+    """Half of a UTF-16 pair, as a JSON escape may leave it: a fast tokenizer has a TypeError for it, of other words."""
+    made = InterleavedGenerator(tiny("llama"), byte_level())
+    with pytest.raises(
+        InvalidRequestError, match=r"not valid Unicode text: character 1 is a lone surrogate, '\\ud83d'"
+    ):
+        made.generate(["fine", "a\ud83d"], max_new_tokens=3)
 
 
 def test_a_prompt_beyond_the_models_positions(tiny: Make) -> None:
@@ -115,6 +130,9 @@ def test_a_prompt_beyond_the_models_positions(tiny: Make) -> None:
         ({"num_streams": 0}, "num_streams is 0, but must be a whole number of at least 1"),
         ({"num_streams": 1.5}, "num_streams is 1.5"),
         ({"num_streams": True}, "num_streams is True"),
+        ({"num_streams": -(10**5000)}, "num_streams is a int"),  # which Python does not write out
+        ({"tokenizer": 3}, "tokenizer is 3, but must be"),  # it failed in the first call with a text
+        ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2', but must be the tokenizer itself"),
         ({"compile": 1}, "compile is 1"),
         ({"compile": "max"}, "compile is 'max', but must be True, False or 'cudagraphs'"),
         ({"cache": "quantized"}, "cache is 'quantized', but must be 'static' or 'dynamic'"),

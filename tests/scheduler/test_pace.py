@@ -225,6 +225,16 @@ def test_steps_that_are_all_alike_tell_of_their_sum() -> None:
     assert pace.tokens(8, 50) == pytest.approx(100 * 20 / 14, abs=2)
 
 
+@pytest.mark.parametrize("target_ms", [5e-324, 1e-300, 1e-160, 9e8])
+def test_no_target_is_too_small_or_large_to_fit_to(target_ms: float) -> None:
+    """The squares of what a token may cost were 0, and the division by them ended the engine."""
+    pace = Pace(target_ms)
+    pace.note(8, 8, 0, 4.0)
+    for _ in range(3):
+        pace.note(8, 108, 100 * 50, 14.0)
+    assert pace.tokens(8, 50) >= LEAST_TOKENS
+
+
 def test_scheduler_without_a_pace_is_as_before() -> None:
     assert (
         Scheduler(
