@@ -579,6 +579,23 @@ def test_close_from_a_finalizer_in_any_thread_never_waits(counting_engine: Start
     assert not engine._thread.is_alive()
 
 
+def test_abort_from_a_finalizer_while_the_request_ends_changes_nothing(counting_engine: Start) -> None:
+    """It ended twice, and the second end missed its id: the delivery thread died of it, and the engine with it."""
+    engine = counting_engine()
+    leave = engine._backlog.leave
+
+    def collecting(handle: RequestHandle) -> None:
+        if threading.current_thread().name.endswith("delivery"):
+            handle.abort()  # as of an object that is collected here
+        leave(handle)
+
+    engine._backlog.leave = collecting  # type: ignore[method-assign]
+    output = engine.submit([1], greedy(3)).result(30).outputs[0]
+    assert (output.token_ids, output.finish_reason) == (counted(1, 3), "length")
+    assert tokens(engine.submit([5], greedy(3))) == counted(5, 3)
+    assert engine.is_healthy and not engine._live
+
+
 def test_close_from_inside_a_step_does_not_wait_for_itself(counting_engine: Start) -> None:
     model = CountingModel()
     engine = counting_engine(model)
