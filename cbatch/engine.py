@@ -306,8 +306,7 @@ class Engine:
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
-        if step.plan.flags & HELD:
-            self._held.accept(landed)
+        failed = self._held.accept(landed) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:
             logprobs = logprobs.of(landed.rows)  # the rows that count
         self._num_output_tokens += landed.tokens.size
@@ -323,7 +322,7 @@ class Engine:
             step.times.note(step.host_us, called, start, end)
             if not self._timeline.add(step.times):
                 self._timeline = None
-        return Results(landed, logprobs, () if step.prompts is None else step.prompts.land(), searches)
+        return Results(landed, logprobs, () if step.prompts is None else step.prompts.land(), searches, failed)
 
     def deliver(self, results: Results) -> None:
         """Hand a batch of results over to the delivery thread; nothing a consumer does is waited for."""
