@@ -105,7 +105,7 @@ class Scheduler:
         self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
         self._is_blocked = False  # in that step: somebody who may start has no room
         self._waiting = WaitingQueue()
-        self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
+        self._preempted: set[Sequence] = set()  # in the step that is being planned, and do not start again in it
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet: forks, and who is swapped in
         self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``unpause``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
