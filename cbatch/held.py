@@ -126,10 +126,9 @@ def _is_within(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
 
 
 class Held:
-    """Takes landed tokens in, and prepares the second half of a step. Everything here runs on the engine's thread.
+    """Takes landed tokens in, and prepares the second half of a step.
 
-    But for the user's functions, which run where a step is launched: on the CPU that is the lane's thread, before the
-    step has landed.
+    Runs on the engine's thread; on the CPU the user's functions run on the lane's, before their step has landed.
     """
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
