@@ -449,7 +449,8 @@ class Engine:
                     self._live.pop(name, None)
                     for child in handle.children:
                         self._backlog.leave(child)
-                    self._inbox = [order for order in self._inbox if order[1] not in sequences]
+                    mine = set(sequences)
+                    self._inbox = [order for order in self._inbox if order[1] not in mine]
                     raise
             return handle
 
