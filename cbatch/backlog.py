@@ -7,6 +7,7 @@ needed: the loop of the engine asks once a round, and looks at the earliest one 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -22,7 +23,8 @@ class Backlog:
         """``max_queue_size``: most answers that may have been submitted and not started; None: any number."""
         self._limit = max_queue_size
         self._waiting: set[RequestHandle] = set()
-        self._deadlines: list[tuple[float, int, RequestHandle]] = []  # a heap; the number settles ties
+        # A heap; the number settles ties. Who has ended stays in it, so it holds nobody: prompts may be long.
+        self._deadlines: list[tuple[float, int, weakref.ref[RequestHandle]]] = []
         self._numbers = count()
         self._compact_at = 1024
 
@@ -48,9 +50,9 @@ class Backlog:
         """End it at its deadline, if it has one."""
         if handle.deadline is None:
             return
-        heappush(self._deadlines, (handle.deadline, next(self._numbers), handle))
+        heappush(self._deadlines, (handle.deadline, next(self._numbers), weakref.ref(handle)))
         if len(self._deadlines) > self._compact_at:  # who ended before stays until its deadline, or until here
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            self._deadlines = [entry for entry in self._deadlines if (it := entry[2]()) and not it.finished]
             heapify(self._deadlines)
             self._compact_at = 2 * len(self._deadlines) + 1024
 
@@ -60,4 +62,5 @@ class Backlog:
             return
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
-            heappop(self._deadlines)[2].expire()
+            if handle := heappop(self._deadlines)[2]():
+                handle.expire()

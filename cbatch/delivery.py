@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cbatch.beam_search import Hypothesis
 from cbatch.beams import BeamHandle
 from cbatch.buffers import Logprobs
+from cbatch.errors import CBatchError
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.request import RequestHandle, Wakers
 from cbatch.scheduler.plan import Landed
@@ -28,6 +29,7 @@ class Results:
     logprobs: Logprobs | None  # of the landed tokens
     prompts: Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]  # of whose prompt a part is computed, and its records
     beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # searches that are over
+    failed: Iterable[tuple[RequestHandle, CBatchError]]  # whose tokens here count no more
 
 
 class Delivery:
@@ -74,6 +76,8 @@ class Delivery:
             owner.add(records)
         for search, found in results.beams:
             search.finish(found, now, wakers)
+        for failed, error in results.failed:
+            failed.fail(error, aborted=True)
         landed = results.landed
         ends = {id(finish.sequence): finish for finish in landed.finished}
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):

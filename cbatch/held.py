@@ -60,6 +60,7 @@ class HeldRow:
         self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
         self._stops = bit_mask(stop_ids) if stop_ids and params.min_tokens else None
         self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
+        self.has_failed = False  # what comes of it from then on counts no more
 
     def accept(self, token: int) -> None:
         """One more token. Raises ValueError if it may not stand here.
@@ -125,20 +126,30 @@ def _is_within(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
 
 
 class Held:
-    """Takes landed tokens in, and prepares the second half of a step. Everything here runs on the engine's thread."""
+    """Takes landed tokens in, and prepares the second half of a step.
+
+    Runs on the engine's thread; on the CPU the user's functions run on the lane's, before their step has landed.
+    """
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
+        self._failed: list[tuple[RequestHandle, CBatchError]] = []
 
-    def accept(self, landed: Landed) -> None:
-        """The tokens of a step some row of which is held."""
+    def accept(self, landed: Landed) -> list[tuple[RequestHandle, CBatchError]]:
+        """The tokens of a step some row of which is held. Returns the requests that have failed in it, and why.
+
+        They are to hear of it behind the tokens of the steps before: a stop string may be found in these, which was
+        the end.
+        """
         for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
-            if sequence.flags & HELD and not sequence.payload.finished:
+            if sequence.flags & HELD and _goes_on(sequence.payload):
                 try:
                     sequence.payload.held.accept(token)
                 except ValueError as error:
-                    _fail(sequence.payload, str(error))
+                    self._fail(sequence.payload, str(error))
+        failed, self._failed = self._failed, []
+        return failed
 
     def prepare(self, plan: StepPlan, area: Masks) -> tuple[int, list[Edit]]:
         """Write the masks of a step before which everything has landed; how many, and the changes of its logits.
@@ -149,13 +160,13 @@ class Held:
         edits: list[Edit] = []
         columns = plan.sequences.tolist(), plan.epochs.tolist(), plan.slots.tolist()
         for row, (sequence, epoch, slot) in enumerate(zip(*columns, strict=True)):
-            if not sequence.flags & HELD or sequence.epoch != epoch or sequence.payload.finished:
+            if not sequence.flags & HELD or sequence.epoch != epoch or not _goes_on(sequence.payload):
                 continue
             handle: RequestHandle = sequence.payload
             if handle.held.matcher is not None:
                 rows.append((handle, slot))
             if handle.held.processors:
-                edits.append((row, partial(_process, handle)))
+                edits.append((row, partial(self._process, handle)))
         return (self._write_masks(rows, area) if rows else 0), edits
 
     def _write_masks(self, rows: list[tuple[RequestHandle, int]], area: Masks) -> int:
@@ -174,7 +185,7 @@ class Held:
                 self._grammars.spell_out(handle.held.matcher, masks[i])
                 handle.held.narrow(mask)
             except ValueError as error:
-                _fail(handle, f"structured_outputs: {error}")
+                self._fail(handle, f"structured_outputs: {error}")
                 continue
             area.slots[count] = slot
             if masks is not area.masks or count < i:
@@ -182,21 +193,31 @@ class Held:
             count += 1
         return count
 
+    def _process(self, handle: RequestHandle, row: Tensor) -> None:
+        """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
+        held: HeldRow = handle.held
+        # To be changed as they please: ``row`` is whole until they are done.
+        logits: Any = row.to(torch.float32, copy=True)
+        number, at_work.on_end = 0, handle._on_end
+        try:
+            for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
+                arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
+                logits = _checked(processor(*arguments, logits), row)
+            row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
+        except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
+            self._fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
+        finally:
+            at_work.on_end = None
 
-def _process(handle: RequestHandle, row: Tensor) -> None:
-    """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
-    held: HeldRow = handle.held
-    logits: Any = row.to(torch.float32, copy=True)  # to be changed as they please: ``row`` is whole until they are done
-    number, at_work.on_end = 0, handle._on_end
-    try:
-        for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
-            arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
-            logits = _checked(processor(*arguments, logits), row)
-        row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
-    except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
-        _fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
-    finally:
-        at_work.on_end = None
+    def _fail(self, handle: RequestHandle, message: str, cause: BaseException | None = None) -> None:
+        error = CBatchError(f"request {handle.request_id}: {message}")
+        error.__cause__ = cause
+        handle.held.has_failed = True
+        self._failed.append((handle, error))
+
+
+def _goes_on(handle: RequestHandle) -> bool:
+    return not (handle.held.has_failed or handle.finished)
 
 
 def _checked(logits: Any, row: Tensor) -> Tensor:
@@ -208,9 +229,3 @@ def _checked(logits: Any, row: Tensor) -> Tensor:
             f"{row.device}"
         )
     return logits
-
-
-def _fail(handle: RequestHandle, message: str, cause: BaseException | None = None) -> None:
-    error = CBatchError(f"request {handle.request_id}: {message}")
-    error.__cause__ = cause
-    handle.fail(error, aborted=True)

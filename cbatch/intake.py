@@ -1,6 +1,7 @@
 """Makes of what is submitted the handles and sequences that stand for it, or refuses it. Keeps no request.
 
-Called from any thread. A draft is all that can be made without the engine's lock: under it, with an id, it is opened.
+Called from any thread, never under the engine's lock. A draft is all that can be made without an id; with one, it is
+opened.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Draft:
     intake: Intake
     common: Common
     params: SamplingParams
-    prompt_ids: list[int]  # made here: a long prompt takes milliseconds, too long for the engine's lock
+    prompt_ids: list[int]  # of all answers
     stop_ids: tuple[int, ...]
     bad_word_ids: list[tuple[int, ...]]
     encoded: list[Encoded]

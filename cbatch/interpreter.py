@@ -15,10 +15,14 @@ _num_engines = 0
 
 
 def hold() -> None:
-    """Set aside what lives now. Collects first, so that no garbage is kept; takes some tenths of a second."""
+    """Set aside what lives now. Collects first, so that no garbage is kept; takes some tenths of a second.
+
+    Also what was set aside before: where engines replace each other, there is always one, and that would pile up.
+    """
     global _num_engines
     with _lock:
         _num_engines += 1
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
 

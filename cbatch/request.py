@@ -64,6 +64,7 @@ class RequestHandle:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: CBatchError | None = None
+        self._is_ending = False
         self._end_read = False
         self._lock = threading.RLock()  # the garbage collector may end a request inside any of our own statements
         # Who waits for new tokens or the end, and who for the end alone. A thread waits on a lock of its own, which is
@@ -298,9 +299,14 @@ class RequestHandle:
         *,
         aborted: bool,
     ) -> None:
-        self._on_end(self, aborted)
-        self.metrics.finished_time = now
-        self._stop_reason, self._error, self._finish_reason = stop_reason, error, finish_reason
+        if self._is_ending:  # the garbage collector aborts it inside of ``_on_end``
+            return
+        self._is_ending = True
+        try:
+            self._on_end(self, aborted)
+        finally:  # Ctrl-C in there
+            self.metrics.finished_time = now
+            self._stop_reason, self._error, self._finish_reason = stop_reason, error, finish_reason
 
     def _wake(self, wakers: Wakers, urgent: bool = False) -> None:
         if self._readers:

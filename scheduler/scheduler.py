@@ -103,8 +103,9 @@ class Scheduler:
         self.max_shared_columns = max(self.tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
         self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
+        self._is_blocked = False  # in that step: somebody who may start has no room
         self._waiting = WaitingQueue()
-        self._preempted: set[Sequence] = set()  # in the step that is being planned, which may have a row of them
+        self._preempted: set[Sequence] = set()  # in the step that is being planned, and do not start again in it
         self._forked: set[Sequence] = set()  # have a slot, and were in no step yet: forks, and who is swapped in
         self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``unpause``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
@@ -346,6 +347,7 @@ class Scheduler:
         """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
         self._prompt_logits_left = self.max_prompt_logits
+        self._is_blocked = False
         num_decodes = self._grow_decodes()
         budget = self.max_num_batched_tokens - num_decodes
         if self.pace is not None and num_decodes and (self._prefilling or self.num_waiting):
@@ -406,9 +408,9 @@ class Scheduler:
     ) -> int:
         """Start waiting sequences in the policy's order, all or those that rank before a running prefill.
 
-        Returns what is left of the budget. Who has no room blocks those behind it. Who waits for a prefix that a
-        running prefill is computing, or for logits of its prompt, lets others pass, but keeps a slot and the blocks
-        that it needs.
+        Returns what is left of the budget. Who has no room blocks those behind it, and is asked once a step: what a
+        chunk takes was reserved for it. Who waits for a prefix that a running prefill is computing, or for logits of
+        its prompt, lets others pass, but keeps a slot and the blocks that it needs.
         """
         num_kept = kept_blocks = 0
         reserved: int | None = None
@@ -441,6 +443,7 @@ class Scheduler:
             spare = self._spare(sequence) + kept_blocks
             if not self._has_room(sequence, prefix, num_kept, reserved + spare):
                 if self.policy != "priority" or not self._displace(sequence, prefix, num_kept, kept_blocks):
+                    self._is_blocked = True
                     break
                 reserved = None
             self._waiting.remove(sequence)
@@ -475,7 +478,7 @@ class Scheduler:
 
     def _candidates(self, before: Sequence | None) -> Iterator[Sequence]:
         """Waiting sequences in the order in which they may start. Who was started must be gone from the queue."""
-        if not (self._free_slots or self._may_displace()):
+        if self._is_blocked or not (self._free_slots or self._may_displace()):
             return
         if self.policy == "longest_prefix":
             if before is None:

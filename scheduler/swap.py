@@ -110,6 +110,8 @@ class SwapSpace:
 
     def take_plan(self, chunks: list[tuple[Sequence, int]]) -> Swaps | None:
         """What is to be copied for the step that is written now, with these chunks; None: nothing."""
+        self._free += self._freed  # the copies out of this plan have their places already
+        self._freed.clear()
         if not self._out and not self._in:
             return None
         out, into = (
@@ -119,8 +121,6 @@ class SwapSpace:
         is_needed = any(sequence in self._in for sequence, _ in chunks)
         self._out.clear()
         self._in.clear()
-        self._free += self._freed
-        self._freed.clear()
         if not out[0].size and not into[0].size:
             return None
         return Swaps(out[0], out[1], into[0], into[1], is_needed)

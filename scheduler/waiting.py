@@ -14,7 +14,7 @@ class WaitingQueue:
     """A heap, and before it the few that were looked at: a sorted list, so that looking again costs nothing.
 
     Adding takes logarithmic time. So does leaving from the front, and aborting none: an aborted sequence stays as a
-    tombstone until it surfaces, or until half of the queue are such.
+    tombstone until it surfaces, until half of the queue are such, or all.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class WaitingQueue:
     def bury(self) -> None:
         """One of those in here waits no more, and says so by its status."""
         self._num_dead += 1
-        if 2 * self._num_dead > len(self._front) + len(self._heap) + 64:
+        if not len(self) or 2 * self._num_dead > len(self._front) + len(self._heap) + 64:
             self._front = [entry for entry in self._front if entry[1].status is Status.WAITING]
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapify(self._heap)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -209,9 +211,18 @@ def test_ended_requests_do_not_pile_up_until_their_deadlines() -> None:
         backlog.watch(handle)
         handle.abort()
     assert len(backlog._deadlines) <= 1300
-    assert {id(entry[2]) for entry in backlog._deadlines} >= {id(handle) for handle in alive}
+    assert {id(entry[2]()) for entry in backlog._deadlines} >= {id(handle) for handle in alive}
     backlog.expire()
     assert not any(handle.finished for handle in alive)
+
+
+def test_ended_requests_are_freed_before_their_deadlines(counting_engine: Start) -> None:
+    """A thousand ended ones were kept, each with the tokens of what may have been a long prompt."""
+    engine = counting_engine()
+    ended = [weakref.ref(engine.submit([i] * 50, greedy(3), timeout_s=3600.0)) for i in range(5)]
+    until(lambda: not engine._live)
+    assert_empty(engine)
+    until(lambda: gc.collect() >= 0 and not any(handle() for handle in ended))
 
 
 # ---- very many

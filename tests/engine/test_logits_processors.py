@@ -206,6 +206,35 @@ def test_one_that_fails_ends_its_own_request_alone(
     assert tokens(engine.submit([1], SamplingParams(temperature=0.0, max_tokens=3), request_id="x")) == [2, 3, 4]
 
 
+@everywhere
+def test_one_that_fails_behind_a_stop_string_fails_nothing(options: dict[str, Any]) -> None:
+    """The stop string is found where text is made, some steps later; the function that was asked for a token more had
+    failed by then, and its error took the place of the answer."""
+    has_failed = threading.Event()
+
+    def failing(token_ids: list[int], logits: Tensor) -> Tensor:
+        if len(token_ids) == 3:
+            has_failed.set()
+            raise ValueError("there is no fourth token")
+        return logits
+
+    with Engine(
+        CountingModel(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33, **options), Numbers()
+    ) as engine:
+        push = engine._delivery._push
+
+        def late(*given: Any) -> None:
+            has_failed.wait(10)
+            time.sleep(0.05)
+            push(*given)
+
+        engine._delivery._push = late  # type: ignore[method-assign]
+        output = engine.submit([1], greedy(failing, stop="4")).result(60).outputs[0]
+        assert (output.token_ids, output.text, output.finish_reason) == ([2, 3, 4], "2 3 ", "stop")
+        with pytest.raises(CBatchError, match="there is no fourth token"):
+            tokens(engine.submit([1], greedy(failing)))
+
+
 def nothing(token_ids: list[int], logits: Tensor) -> Tensor:
     return torch.full_like(logits, -torch.inf)
 

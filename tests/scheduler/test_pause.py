@@ -75,6 +75,29 @@ def test_preempted_while_it_pauses_or_its_token_is_in_flight() -> None:
         driver.run()
 
 
+def test_who_has_no_room_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in front of each beam that it would go before, which walked over all beams for each: 128 took 2 ms more."""
+    driver = Driver(make(num_blocks=30, max_num_seqs=24, max_num_batched_tokens=32), 1)
+    first = Sequence(np.array([4], np.int32), 3, payload=Result())
+    driver.scheduler.add(first, num_followers=1)
+    beams = [driver.add([i, i], 30, pauses=True) for i in range(20)]
+    while not all(beam.payload.tokens for beam in beams):
+        driver.step()
+    late = Sequence(np.arange(50, dtype=np.int32), 60, payload=Result())
+    late.arrival = first.arrival + 1
+    driver.scheduler.add(late)
+    asked: list[Sequence] = []
+    has_room = driver.scheduler._has_room
+    monkeypatch.setattr(
+        driver.scheduler, "_has_room", lambda sequence, *given: asked.append(sequence) or has_room(sequence, *given)
+    )
+    for beam in beams:
+        driver.scheduler.unpause(beam, 7)
+    before = driver.num_computed
+    driver.step()
+    assert driver.num_computed == before + len(beams) and asked == [late]
+
+
 def test_followers_go_before_who_came_later() -> None:
     """A beam that was preempted, or is started anew, does not wait behind all that arrived since the first one."""
     driver = Driver(make(max_num_seqs=2), 1)

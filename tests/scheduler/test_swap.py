@@ -146,6 +146,17 @@ def test_host_blocks_that_come_in_are_free_from_the_next_plan_on() -> None:
     assert swap.num_free == 1
 
 
+def test_host_blocks_of_who_was_to_come_in_and_did_not_are_free_with_the_next_plan() -> None:
+    """Though nothing is copied for it: they were not, until something was."""
+    swap = SwapSpace(2)
+    sequence = Sequence(np.zeros(9, np.int32), 20)
+    swap.save(sequence, np.array([[5, 6]], np.int32), 8)
+    swap.take_plan([])
+    swap.load(sequence, 0, np.array([7, 8], np.int32))
+    swap.cancel(sequence)  # preempted in the step that it was to start in
+    assert swap.take_plan([]) is None and swap.num_free == 2
+
+
 def test_nothing_is_kept_of_who_must_compute_every_token() -> None:
     driver = swapping()
     sequence = decode(driver, PROMPT, 3, skip_reading_prefix_cache=True)
