@@ -18,19 +18,27 @@ from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.slot_state import SlotState, slot_state_bytes
 
-_MAX_BLOCKS = 1 << 18  # of a pool that is larger for the cache's sake: the host keeps some 100 bytes of each
+_HOST_BYTES = 100  # about what the host keeps of a block
+_MAX_BLOCKS = 1 << 18  # of a pool that is larger for the cache's sake
 _GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
 
 
 def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
     """Blocks of the pool: as asked, or as memory allows, but without a prefix cache no more than every slot can use.
 
-    Raises ConfigError if not even one block fits.
+    Raises ConfigError if not even one block fits, or not as many as were asked for.
     """
-    if config.num_blocks is not None:
-        return config.num_blocks
     assert config.max_model_len and config.max_num_batched_tokens
     page = page_bytes(groups, config.block_size, model.dtype)
+    if config.num_blocks is not None:
+        on_host = _HOST_BYTES + (page if model.device.type == "cpu" else 0)
+        needed, room = config.num_blocks * on_host, available_memory_bytes()
+        if needed > room:  # the system would give it, and end the process when it is used
+            raise ConfigError(
+                f"num_blocks is {config.num_blocks}, but a KV pool of so many does not fit: it takes "
+                f"{needed / 2**30:.1f} GiB of this machine's memory, and {room / 2**30:.1f} are available"
+            )
+        return config.num_blocks
     blocks_per_seq = -(-config.max_model_len // config.block_size) * len(groups)
     useful = config.max_num_seqs * blocks_per_seq + 1
     if config.enable_prefix_caching:  # what no slot can use is cache

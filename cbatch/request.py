@@ -23,6 +23,8 @@ from cbatch.sampling_params import SamplingParams
 # Of a thread of an engine's that runs a user's function: ``on_end`` of that engine's handles.
 at_work = threading.local()
 
+_PATIENCE_S = 0.1  # of an abort, with somebody else who is ending the request
+
 
 class RequestHandle:
     """One request: iterate over its tokens (``for``, ``async for``), or take chunks, or wait for the ``result``.
@@ -64,7 +66,7 @@ class RequestHandle:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: CBatchError | None = None
-        self._is_ending = False
+        self._ending = threading.Lock()  # taken for good by whoever ends it; nobody waits for it
         self._end_read = False
         self._lock = threading.RLock()  # the garbage collector may end a request inside any of our own statements
         # Who waits for new tokens or the end, and who for the end alone. A thread waits on a lock of its own, which is
@@ -283,12 +285,20 @@ class RequestHandle:
 
     def _end_now(self, finish_reason: str | None, error: CBatchError | None, *, aborted: bool) -> None:
         wakers = Wakers()
-        with self._lock:
-            if self.finished:
-                return
-            self._end(finish_reason, None, error, time.monotonic(), aborted=aborted)
-            self._wake(wakers)
-        wakers.wake()
+        if self._ending.acquire(blocking=False):
+            try:
+                with self._lock:
+                    self._end_as(finish_reason, None, error, time.monotonic(), aborted=aborted)
+                    self._wake(wakers)
+            except BaseException:  # Ctrl-C
+                if not self.finished:
+                    self._ending.release()
+                raise
+            wakers.wake()
+        elif self._lock.acquire(timeout=_PATIENCE_S):
+            # Somebody else has ended it by now. Or else he waits for the engine's lock, which this thread may hold: the
+            # collector runs finalizers under whatever locks.
+            self._lock.release()
 
     def _end(
         self,
@@ -299,9 +309,19 @@ class RequestHandle:
         *,
         aborted: bool,
     ) -> None:
-        if self._is_ending:  # the garbage collector aborts it inside of ``_on_end``
-            return
-        self._is_ending = True
+        """End it, with its lock held, unless somebody else is about to."""
+        if self._ending.acquire(blocking=False):
+            self._end_as(finish_reason, stop_reason, error, now, aborted=aborted)
+
+    def _end_as(
+        self,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        error: CBatchError | None,
+        now: float,
+        *,
+        aborted: bool,
+    ) -> None:
         try:
             self._on_end(self, aborted)
         finally:  # Ctrl-C in there

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
@@ -62,8 +62,10 @@ async def generate(ask: Ask) -> StreamingResponse:
 
 
 @app.get("/health")
-async def health() -> dict[str, bool]:
-    return {"healthy": app.state.llm.is_healthy}
+async def health(response: Response) -> dict[str, bool]:
+    healthy: bool = app.state.llm.is_healthy
+    response.status_code = 200 if healthy else 503
+    return {"healthy": healthy}
 
 
 def event(out: RequestOutput) -> str:

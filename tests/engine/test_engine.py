@@ -609,6 +609,32 @@ def test_many_answers_are_not_made_under_the_lock(counting_engine: Start, monkey
     assert not engine._live
 
 
+def test_abort_from_a_finalizer_under_the_engines_lock_while_the_request_ends_elsewhere(counting_engine: Start) -> None:
+    """The finalizer waited for the handle's lock and held the engine's, who ended it the other way round: for ever."""
+    model = CountingModel()
+    model.gate.clear()
+    engine = counting_engine(model)
+    handle = engine.submit([1], greedy(5))
+    done = threading.Event()
+
+    def collect() -> None:
+        with engine._lock:  # as in any statement under it that allocates
+            elsewhere.start()
+            while not handle._ending.locked():
+                time.sleep(0.001)
+            handle.abort()
+        done.set()
+
+    elsewhere = threading.Thread(target=handle.expire, daemon=True)
+    threading.Thread(target=collect, daemon=True).start()
+    assert done.wait(30), "a deadlock"
+    elsewhere.join(30)
+    assert handle.finish_reason == "timeout"
+    model.gate.set()
+    settle(engine)
+    assert not engine._live
+
+
 def test_abort_from_a_finalizer_while_the_request_ends_changes_nothing(counting_engine: Start) -> None:
     """It ended twice, and the second end missed its id: the delivery thread died of it, and the engine with it."""
     engine = counting_engine()
@@ -759,9 +785,11 @@ def test_what_is_no_model_is_refused(model: object) -> None:
         Engine.from_model(model)  # type: ignore[arg-type]
 
 
-def test_pool_that_does_not_fit_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match="does not fit"):
-        Engine(CountingModel(), EngineConfig(max_num_seqs=1, num_blocks=2**30, block_size=4096))
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(2**30, 4096), (2**31 - 1, 1)])
+def test_pool_that_does_not_fit_is_refused(num_blocks: int, block_size: int) -> None:
+    """The system gives memory that nobody has, where it is not used at once, and ended the process without a word."""
+    with pytest.raises(ConfigError, match=f"num_blocks is {num_blocks}, but a .*pool .* does not fit"):
+        Engine(CountingModel(), EngineConfig(max_num_seqs=1, num_blocks=num_blocks, block_size=block_size))
 
 
 def test_tables_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
