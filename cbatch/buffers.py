@@ -216,7 +216,7 @@ def round_up(count: int) -> int:
     """The bucket of a count: steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then an eighth of the power below.
 
     Not 40: products come in tiles of 32 and 64 rows, and one of 64 is slower where few of its rows are there. A step of
-    33 requests took 1.054 times one of 32 with 40 rows, and takes 1.040 with 48 (8B shape, H200).
+    33 requests took 1.054 times one of 32 with 40 rows, and takes 1.035 with 48 (8B shape, H200).
     """
     if count <= 8:
         return count

@@ -1,7 +1,7 @@
 """Matrix products of few rows in Triton: x @ weight.T where reading the weight is all that costs. Knows no model.
 
 Contract:
-- x: [num_rows, K] with at most 256 rows; weight: [N, K], for a gated MLP [2 * N, K] with the gate's rows first; both in
+- x: [num_rows, K] with at most 192 rows; weight: [N, K], for a gated MLP [2 * N, K] with the gate's rows first; both in
   one dtype of 16 bits, K a multiple of 8, elements of a row contiguous, rows and start aligned to 16 bytes: what the
   tensor memory accelerator asks for. (The interpreter runs float32.)
 - float32 sums, in an order that K, ``block_k`` and ``split_k`` fix: a row's bits do not depend on the rows beside it.
@@ -28,9 +28,9 @@ from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 # num_rows is rounded up to one of these, and to nothing else: few variants to compile. What is no power of two is made
 # of two, the larger first: 65 rows at the price of 128 would cost a step a tenth more than 64. There is no 48: made of
-# 32 and 16 rows, it took 1% longer than 64 at the 8B shape. Over 128 rows cuBLAS is as fast, but not where its sums are
-# in parts, which here the norm behind it adds up.
-ROWS = (16, 32, 64, 80, 96, 128, 144, 160, 192, 256)
+# 32 and 16 rows, it took 1% longer than 64 at the 8B shape. Over 128 rows cuBLAS is faster but where it sums in parts,
+# which here the norm behind it adds up; and of 256 everywhere.
+ROWS = (16, 32, 64, 80, 96, 128, 144, 160, 192)
 SHARED_BYTES = 227 * 1024  # of a block on Hopper
 MAX_ACCUMULATORS = 128  # float32 registers of a thread's 255 that sums may take
 
