@@ -186,12 +186,15 @@ def _source(asked: StructuredOutputsParams) -> str:
 
 
 def _name(asked: StructuredOutputsParams) -> str:
-    """Which of its fields it has, and the beginning of that."""
+    """Which of its fields it has, and the beginning of that; and its pattern, which may be what is wrong."""
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(asked, name)) is not None:
             shown = str(value)
-            return f"structured_outputs.{name}={shown if len(shown) <= 80 else f'{shown[:77]}...'}"
-    return "structured_outputs.json_object"
+            found = f"structured_outputs.{name}={shown if len(shown) <= 80 else f'{shown[:77]}...'}"
+            break
+    else:
+        found = "structured_outputs.json_object"
+    return found if asked.whitespace_pattern is None else f"{found} with whitespace_pattern={asked.whitespace_pattern}"
 
 
 def _first_lines(message: str) -> str:

@@ -81,8 +81,10 @@ def encode(
     repetition = min(max(params.repetition_penalty, MIN_PENALTY), MAX_PENALTY)
     penalties = repetition, params.presence_penalty, params.frequency_penalty
     counted = penalties != (1.0, 0.0, 0.0)
-    # Beside a grammar, the mask that comes with every step has min_tokens and allowed_token_ids in it.
+    # Beside a grammar, the mask that comes with every step has min_tokens, allowed_token_ids and bad_words in it, and
+    # knows where an end of sequence must come whatever they say.
     masked = params.structured_outputs is not None
+    bad_word_ids = () if masked else bad_word_ids
     biases = dict.fromkeys(stop_ids, 0.0) if params.min_tokens and not masked else {}
     until = prompt_len + params.min_tokens  # the first position that a stop token may stand at
     untils = dict.fromkeys(biases, until)

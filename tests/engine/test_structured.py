@@ -457,6 +457,9 @@ def test_end_of_sequence_comes_where_the_grammar_may_end_and_is_forced_where_it_
         assert run(engine, structured_outputs=letters, logit_bias=never, bad_words=["aaa"])[0].startswith(
             ("aab", "aaba")
         )
+        # The device, which cannot know that nothing else may come, once banned it, and drew from a row of -inf.
+        for word in (tokenizer.eos_token, "aaaa" + tokenizer.eos_token):
+            assert run(engine, structured_outputs=letters, logit_bias=never, bad_words=[word]) == ("aaaa", "stop")
         found = answer(engine.submit([5], SamplingParams(ignore_eos=True, max_tokens=7, structured_outputs=letters)))
         text = [token for token in found.token_ids if token != EOS]
         assert found.token_ids == text + [EOS] * (7 - len(text)) and 0 < len(text) <= 4
@@ -500,6 +503,7 @@ def test_parameters_that_leave_no_token_end_their_request_alone(
         ({"regex": r"[^\s\S]"}, "structured_outputs.regex"),
         ({"json": {"type": "frog"}}, 'structured_outputs.json={"type": "frog"}: .*frog'),
         ({"json": {"not": {}}}, "Unimplemented keys"),
+        ({"json": {}, "whitespace_pattern": "("}, r"json={} with whitespace_pattern=\(: .*unclosed group"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
         ({"json": {"$ref": "#"}}, "structured_outputs.json"),
         ({"json": {"type": "string", "format": "frog"}}, "Unknown format: frog"),
