@@ -8,15 +8,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
+from cbatch.intake import Draft
 from cbatch.output_maker import OutputMaker
 from cbatch.outputs import RequestOutput
 from cbatch.prompts import PromptLike, check_conversation, encode_prompt, render_chat
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from cbatch.tokenizer import is_busy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONG_TEXT = 5_000  # characters: some 5 ms of tokenising, which may hold up the loop; longer goes to a thread
+_MANY_ANSWERS = 10  # some 0.1 ms each with stop strings
 
 
 class AsyncLLM:
@@ -158,10 +161,14 @@ class AsyncLLM:
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The one generator behind all: closing it runs its ``finally`` at once."""
-        text, token_ids = await asyncio.to_thread(encode) if num_chars > _LONG_TEXT else encode()
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self.engine.compile_grammar, params, request_id)
-        handle = self.engine.submit(token_ids, params, request_id, **options)
+
+        def draft() -> tuple[str | None, list[int], Draft]:
+            text, token_ids = encode()
+            return text, token_ids, self.engine.draft(token_ids, params, request_id, **options)
+
+        slow = num_chars > _LONG_TEXT or is_busy(self.engine.tokenizer) or _takes_a_while(params)
+        text, token_ids, drafted = await asyncio.to_thread(draft) if slow else draft()
+        handle = self.engine.enter(drafted, request_id)  # nothing is awaited between here and the `try`
         try:
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
             output = of_prompt = None
@@ -174,3 +181,10 @@ class AsyncLLM:
                     yield output
         finally:
             handle.abort()  # nothing happens if it has ended
+
+
+def _takes_a_while(params: SamplingParams | None) -> bool:
+    """Whether a request with these takes milliseconds to draft, for which the loop would stand still."""
+    if not isinstance(params, SamplingParams):
+        return False
+    return bool(params.structured_outputs or params.bad_words or params.allowed_token_ids) or params.n > _MANY_ANSWERS

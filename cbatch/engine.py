@@ -388,18 +388,18 @@ class Engine:
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
-        self._check_open(request_id)
-        return self._enter(self._intake.request(prompt_token_ids, params, request_id, **options), request_id)
+        return self.enter(self.draft(prompt_token_ids, params, request_id, **options), request_id)
 
-    def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
-        """The grammar of ``structured_outputs``, None where there are none. What ``submit`` does too; from any thread.
+    def draft(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams | None, request_id: str | None, **options: Any
+    ) -> Draft:
+        """The first half of ``submit``, with its arguments and errors; ``enter`` is the other one.
 
-        It takes a moment, and is remembered: an event loop has a thread do it, and then submits.
-
-        Raises:
-            InvalidRequestError: there is no such grammar, or the extra is missing.
+        It checks all and may take a while (grammars, many answers), and nothing is left of it if it is dropped: so an
+        event loop has a thread do it.
         """
-        return self._intake.compile_grammar(params, request_id)
+        self._check_open(request_id)
+        return self._intake.request(prompt_token_ids, params, request_id, **options)
 
     def submit_beam_search(
         self,
@@ -418,7 +418,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
         self._check_open(request_id)
         draft = self._intake.beam_search(prompt_token_ids, params, request_id, **options)
-        handle: BeamHandle = self._enter(draft, request_id)  # type: ignore[assignment]
+        handle: BeamHandle = self.enter(draft, request_id)  # type: ignore[assignment]
         return handle
 
     def _check_open(self, request_id: str | None) -> None:
@@ -427,8 +427,8 @@ class Engine:
             raise self._ending()
         self._backlog.check(1, request_id)
 
-    def _enter(self, draft: Draft | BeamDraft, request_id: str | None) -> RequestHandle:
-        """Queue what was drafted."""
+    def enter(self, draft: Draft | BeamDraft, request_id: str | None) -> RequestHandle:
+        """Queue what was drafted, once. Raises what ``submit`` raises for an id, a full queue and an ended engine."""
         while True:
             name = self._new_id() if request_id is None else request_id
             handle = draft.open(name, self._ended)  # without the lock: ten thousand answers take 0.4 s

@@ -162,7 +162,7 @@ class Intake:
             encode(params, seed + i, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
             for i in range(params.n)
         ]
-        matchers = [self.compile_grammar(params, request_id) for _ in encoded]
+        matchers = [self._matcher(params, request_id) for _ in encoded]
         prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
@@ -177,8 +177,7 @@ class Intake:
         common = self._common(prompt, params, request_id, **options)
         return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
 
-    def compile_grammar(self, params: SamplingParams, request_id: str | None = None) -> Any:
-        """As ``Engine.compile_grammar``."""
+    def _matcher(self, params: SamplingParams, request_id: str | None) -> Any:
         if params.structured_outputs is None:
             return None
         return self._grammars.matcher(params.structured_outputs, named(request_id))

@@ -44,6 +44,11 @@ def lock_of(tokenizer: Any) -> threading.Lock:
         return _locks.setdefault(tokenizer, threading.Lock())
 
 
+def is_busy(tokenizer: Any) -> bool:
+    """Whether another thread is calling it, perhaps with a long text, for which an event loop must not wait."""
+    return tokenizer is not None and lock_of(tokenizer).locked()
+
+
 def texts_of(tokenizer: Any) -> dict[int, str]:
     """Texts of single tokens, filled as they are asked for: 21 decodes a token, some 0.2 ms, would be felt."""
     with _guard:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -236,6 +237,31 @@ async def test_long_text_is_tokenised_beside_the_loop(limit, monkeypatch):
     async with make(tokenizer=Spy()) as llm:
         await collect(llm.generate("hello", GREEDY))
     assert (threads[0] is threading.main_thread()) == (limit > 0)
+
+
+@pytest.mark.parametrize("more", [{}, {"bad_words": ["fox"]}])
+async def test_loop_does_not_wait_for_a_tokenizer_that_encodes_a_long_text(more, monkeypatch):
+    """One call at a time is all that a tokenizer takes. A short prompt waited in the loop itself for a long one's
+    thread, and with it every stream."""
+    begun, go_on = threading.Event(), threading.Event()
+    encode = TOKENIZER.encode
+
+    def slow(text, **how):
+        if len(text) > 5000:
+            begun.set()
+            assert go_on.wait(20)
+        return encode(text, **how)
+
+    monkeypatch.setattr(TOKENIZER, "encode", slow)
+    async with make() as llm:
+        long = asyncio.create_task(collect(llm.generate("z" * 6000, GREEDY)))
+        await asyncio.to_thread(begun.wait)
+        short = asyncio.create_task(collect(llm.generate("hello", replace(GREEDY, **more))))
+        assert (await collect(llm.generate([7], GREEDY)))[-1].finished  # would never be, if the loop stood still
+        go_on.set()
+        assert (await short)[-1].finished
+        with pytest.raises(InvalidRequestError, match="6000 prompt tokens"):
+            await long
 
 
 async def test_streams_of_two_loops_in_two_threads():
