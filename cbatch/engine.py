@@ -484,6 +484,8 @@ class Engine:
             if aborted and not self._closing:
                 self._inbox.append(("abort", handle.sequence))
                 self._changed.notify()
+        if not isinstance(handle, BeamHandle):  # of a search the loop may still ask
+            handle.sequence = None  # whose payload it is: they would hold each other until the collector comes by
 
     def _ending(self) -> CBatchError:
         """What a request hears of an engine that runs no more. A new object each time, for its own traceback."""

@@ -467,6 +467,30 @@ def test_closed_engine_is_freed_without_the_garbage_collector() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("cbatch") and not t.is_alive()]
 
 
+@pytest.mark.parametrize("how", ["end", "abort", "answers"])
+def test_request_that_has_ended_is_freed_without_the_garbage_collector(counting_engine: Start, how: str) -> None:
+    """The handle and its sequence held each other: prompts and log-probabilities, megabytes of few objects, stayed
+    until a full collection, which comes by the number of objects."""
+    params = SamplingParams(n=3, max_tokens=4) if how == "answers" else greedy(4 if how == "end" else 100)
+    with counting_engine() as engine:
+        handle = engine.submit([5], params)
+        if how == "abort":
+            handle.next_chunk()
+            handle.abort()
+        handle.result(20)
+        left = [weakref.ref(each) for each in (handle, *handle.children)]
+        gc.disable()
+        try:
+            del handle
+            for _ in range(500):
+                engine.submit([7], greedy(1)).result(20)  # has the slot, and the buffers
+                if all(each() is None for each in left):
+                    return
+            raise AssertionError("somebody holds it")
+        finally:
+            gc.enable()
+
+
 def test_random_joins_leaves_and_aborts_for_two_thousand_steps(counting_engine: Start) -> None:
     """Every request equals its solo run whatever joins and leaves beside it, with a pool that forces preemption."""
     engine = counting_engine(CountingModel(eos=(13,)), max_num_seqs=6, num_blocks=17, max_num_batched_tokens=12)
