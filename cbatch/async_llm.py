@@ -78,11 +78,16 @@ class AsyncLLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it.
+
+        Arguments as for ``LLM.chat``.
 
         What is no conversation is refused at once, one that the template refuses by the first step of the iteration.
         """
@@ -91,7 +96,13 @@ class AsyncLLM:
 
         def write() -> tuple[str, list[int]]:
             text = render_chat(
-                tokenizer, messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+                tokenizer,
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
             )
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cbatch.engine import Engine
@@ -111,6 +112,9 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
@@ -122,10 +126,14 @@ class LLM:
             messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end inside the last message instead (with ``add_generation_prompt=False``), for the
+                answer to go on with it.
+            tools: what the model may call: JSON schemas, or Python functions that transformers makes them of.
+            chat_template_kwargs: what else the template knows by name, such as ``{"enable_thinking": False}``.
             priority, cache_salt, timeout_s: as for ``generate``; the salt is that of all.
 
         Raises:
-            InvalidRequestError: also where there is no chat template.
+            InvalidRequestError: also where there is no chat template, or it knows nothing of tools or of a name.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise InvalidRequestError(
@@ -136,10 +144,18 @@ class LLM:
         params = _one_each(sampling_params, len(conversations))
         tokenizer = self.engine.tokenizer
 
+        write = partial(
+            render_chat,
+            tokenizer,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
-            text = render_chat(
-                tokenizer, conversation, chat_template=chat_template, add_generation_prompt=add_generation_prompt
-            )
+            text = write(conversation)
             # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
             return text, encode_prompt(tokenizer, text, add_special_tokens=False)
 

@@ -7,6 +7,8 @@ engine knows.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +122,9 @@ def check_conversation(messages: Any) -> None:
     if not messages:
         raise InvalidRequestError("a conversation needs at least one message")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        # An assistant that calls tools may say nothing.
+        whole = isinstance(message, Mapping) and "role" in message and ("content" in message or "tool_calls" in message)
+        if not whole:
             raise InvalidRequestError(f"message {number} is {short(message)}: it must be a dict of role and content")
 
 
@@ -130,6 +134,9 @@ def render_chat(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Text of a conversation as the model's chat template writes it, special tokens included.
 
@@ -137,23 +144,66 @@ def render_chat(
         messages: ``{"role": ..., "content": ...}``, oldest first.
         chat_template: a Jinja template instead of the tokenizer's own.
         add_generation_prompt: end with the opening of the assistant's turn.
+        continue_final_message: end inside the last message instead, for the answer to go on with it.
+        tools: what the model may call: JSON schemas, or Python functions that transformers makes them of.
+        chat_template_kwargs: what else the template knows by name, such as ``{"enable_thinking": False}``.
 
     Raises:
-        InvalidRequestError: no tokenizer, no template, messages of another shape, or the template refuses them.
+        InvalidRequestError: no tokenizer, no template, messages of another shape, or the template refuses them, or
+            has no use for what is given.
     """
     if tokenizer is None:
         raise InvalidRequestError("chat needs a tokenizer, and there is none: use generate with token ids")
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("the tokenizer has no chat template: pass chat_template, or use generate")
     check_conversation(messages)
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError("continue_final_message=True needs add_generation_prompt=False: no new turn begins")
+    for name, value, kind in (("tools", tools, Sequence), ("chat_template_kwargs", chat_template_kwargs, Mapping)):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, (str, bytes))):
+            raise InvalidRequestError(
+                f"{name} is {short(value)}, but must be a {'list' if kind is Sequence else 'dict'} or None"
+            )
+    more: dict[str, Any] = dict(chat_template_kwargs or {})
     try:
+        _check_names(tokenizer, chat_template, more, tools)
+        if tools:
+            more["tools"] = list(tools)
+        if continue_final_message:
+            more["continue_final_message"] = True
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **more,
         )
+    except InvalidRequestError:
+        raise
     except Exception as error:  # anything: a template is a program of somebody else's
         raise InvalidRequestError(f"the chat template refuses these messages: {described(error)}") from error
     assert isinstance(text, str)
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, (list, tuple)) and content and str(content) in text:
+            raise InvalidRequestError(
+                f"message {number} has {short(content)} for content, which the chat template would write out as "
+                "Python: it takes text"
+            )
     return text
+
+
+def _check_names(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, names: Iterable[str], tools: Sequence[Any] | None
+) -> None:
+    """A template ignores names that it does not know, and its caller takes some for arguments of its own."""
+    wanted = [*names, *(["tools"] if tools else [])]
+    if not wanted:
+        return
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+    if own := sorted(taken & set(names)):
+        raise InvalidRequestError(f"chat_template_kwargs has {own[0]!r}, which is no name of a template's own")
+    template: Any = tokenizer.get_chat_template(chat_template, list(tools or ()) or None)
+    for name in wanted:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise InvalidRequestError(f"the chat template knows no {name}")

@@ -102,6 +102,71 @@ def test_conversations_of_another_shape_are_refused(messages, says):
         render_chat(tokenizer, messages)
 
 
+TOOLS = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}{% if not think %}[quick]{% endif %}"
+
+
+def test_tools_and_names_of_a_template_reach_it():
+    tokenizer = byte_level()
+    tokenizer.chat_template = TOOLS + CHAT_TEMPLATE
+
+    def add(a: int) -> int:
+        """Adds one.
+
+        Args:
+            a: the number
+        """
+        return a + 1
+
+    messages = [{"role": "user", "content": "Hi"}]
+    text = "[user]Hi\n[assistant]"
+    assert render_chat(tokenizer, messages, tools=[]) == "[quick]" + text
+    for tool in (add, {"type": "function", "function": {"name": "add"}}):
+        found = render_chat(tokenizer, messages, tools=[tool], chat_template_kwargs={"think": True})
+        assert found == "<add>" + text
+    calls = [*messages, {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "3"}]
+    assert render_chat(tokenizer, calls) == "[quick][user]Hi\n[assistant]\n[tool]3\n[assistant]"
+
+
+def test_final_message_is_gone_on_with():
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    found = render_chat(tokenizer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert found == "[user]Hi\n[assistant]Well,"
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt=False"):
+        render_chat(tokenizer, messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "knows no tools"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "knows no enable_thinking"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "'tokenize', which is no name"),
+        ({"chat_template_kwargs": {"tools": []}}, "'tools', which is no name"),
+        ({"chat_template_kwargs": "think"}, "must be a dict or None"),
+        ({"tools": {"type": "function"}}, "must be a list or None"),
+        ({"tools": [5]}, "refuses|knows no tools"),
+    ],
+)
+def test_what_a_template_would_ignore_is_refused(more, says):
+    """A template says nothing of names that it does not know, and the model would never hear of the tools."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(InvalidRequestError, match=says):
+        render_chat(tokenizer, [{"role": "user", "content": "Hi"}], **more)
+
+
+def test_parts_of_content_are_refused_where_the_template_takes_text():
+    """It would put ``[{'type': 'text', ...`` before the model."""
+    tokenizer = byte_level()
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    with pytest.raises(InvalidRequestError, match=r"message 0 has .* it takes text"):
+        render_chat(tokenizer, messages, chat_template=CHAT_TEMPLATE)
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    assert render_chat(tokenizer, messages, chat_template=parts) == "Hi"
+
+
 def test_chat_without_a_tokenizer_is_refused():
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         render_chat(None, [{"role": "user", "content": "Hi"}])
