@@ -244,8 +244,8 @@ def _listed(prompts: Any) -> list[Any]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    if prompts and not isinstance(prompts[0], (str, Mapping, Sequence)) and not hasattr(prompts[0], "tolist"):
-        return [prompts]  # a flat list of ids (if its items are none, the engine says so)
+    if prompts and not isinstance(prompts[0], (str, Mapping, Sequence)) and not getattr(prompts[0], "ndim", 0):
+        return [prompts]  # a flat list of ids, numpy's perhaps (if its items are none, the engine says so)
     return list(prompts)
 
 

@@ -62,7 +62,9 @@ def test_prompts_may_be_text_or_ids_or_dicts(llm):
     assert all(o.prompt_token_ids == hello for o in outputs)
 
 
-@pytest.mark.parametrize("prompts", ["hello", {"prompt": "hello"}, TOKENIZER.encode("hello"), np.array([40, 41])])
+@pytest.mark.parametrize(
+    "prompts", ["hello", {"prompt": "hello"}, TOKENIZER.encode("hello"), np.array([40, 41]), [*np.array([40, 41])]]
+)
 def test_one_prompt_needs_no_list(llm, prompts):
     assert len(llm.generate(prompts, GREEDY)) == 1
 
