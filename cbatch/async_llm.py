@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
@@ -22,6 +23,14 @@ _LONG_TEXT = 5_000  # characters: some 5 ms of tokenising, which may hold up the
 _MANY_ANSWERS = 10  # some 0.1 ms each with stop strings
 
 
+@dataclass(slots=True, eq=False)
+class _Drafting:
+    """A stream whose request is still drafted."""
+
+    request_id: str | None
+    is_aborted: bool = False
+
+
 class AsyncLLM:
     """A model that serves many streams at once. Arguments and errors as for ``LLM``.
 
@@ -31,6 +40,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
+        self._drafting: set[_Drafting] = set()  # of streams that have begun, and which the engine does not know yet
         weakref.finalize(self, Engine.close_soon, self.engine)
 
     def generate(
@@ -133,7 +143,9 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a running stream; its last output says ``"abort"``. Nothing happens if there is no such stream."""
-        self.engine.abort(request_id)
+        if not self.engine.abort(request_id):
+            for drafting in list(self._drafting):
+                drafting.is_aborted |= drafting.request_id == request_id
 
     @property
     def is_healthy(self) -> bool:
@@ -178,9 +190,16 @@ class AsyncLLM:
             return text, token_ids, self.engine.draft(token_ids, params, request_id, **options)
 
         slow = num_chars > _LONG_TEXT or is_busy(self.engine.tokenizer) or _takes_a_while(params)
-        text, token_ids, drafted = await asyncio.to_thread(draft) if slow else draft()
+        drafting = _Drafting(request_id)
+        self._drafting.add(drafting)
+        try:
+            text, token_ids, drafted = await asyncio.to_thread(draft) if slow else draft()
+        finally:
+            self._drafting.remove(drafting)
         handle = self.engine.enter(drafted, request_id)  # nothing is awaited between here and the `try`
         try:
+            if drafting.is_aborted:
+                handle.abort()
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
             output = of_prompt = None
             while output is None or not output.finished:

@@ -264,6 +264,30 @@ async def test_loop_does_not_wait_for_a_tokenizer_that_encodes_a_long_text(more,
             await long
 
 
+async def test_abort_by_id_while_a_long_text_is_tokenised(monkeypatch):
+    """The engine does not know the id yet. The abort was lost, and the whole answer came."""
+    begun, go_on = threading.Event(), threading.Event()
+    encode = TOKENIZER.encode
+
+    def slow(text, **how):
+        begun.set()
+        assert go_on.wait(20)
+        return encode(text, **how)
+
+    monkeypatch.setattr(TOKENIZER, "encode", slow)
+    monkeypatch.setattr(module, "_LONG_TEXT", 0)
+    async with make() as llm:
+        stream = asyncio.create_task(collect(llm.generate("hello", LONG, "x")))
+        other = asyncio.create_task(collect(llm.generate("hello", GREEDY, "y")))
+        await asyncio.to_thread(begun.wait)
+        await llm.abort("x")
+        go_on.set()
+        assert (await stream)[-1].outputs[0].finish_reason == "abort"
+        assert (await other)[-1].outputs[0].finish_reason == "length"
+        again = await collect(llm.generate("hello", GREEDY, "x"))
+        assert again[-1].outputs[0].finish_reason == "length"
+
+
 async def test_streams_of_two_loops_in_two_threads():
     async with make() as llm:
         other = asyncio.to_thread(lambda: asyncio.run(collect(llm.generate([9], GREEDY))))
