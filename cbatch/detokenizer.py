@@ -43,8 +43,10 @@ class Detokenizer:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        include_stop_token: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._include_stop_token = include_stop_token
         together = not (skip_special_tokens or spaces_between_special_tokens)
         self._together = special_ids(tokenizer) if together else frozenset()
         # Left out here, not by the decoder: a model that repeats its EOS would fill the window with silence.
@@ -75,9 +77,10 @@ class Detokenizer:
         """Takes the next tokens and returns the text that they add, ``""`` while a character is incomplete.
 
         With ``finish_reason`` these are the last ones: nothing is held back any more, and if it is ``"stop"`` the last
-        token is the one that stopped the request, which is not text.
+        token is the one that stopped the request, which is not text unless ``include_stop_token`` asks for it.
         """
-        ending = len(token_ids) - 1 if finish_reason == "stop" else len(token_ids)
+        silent_end = finish_reason == "stop" and not self._include_stop_token
+        ending = len(token_ids) - 1 if silent_end else len(token_ids)
         self._ids += [t for t in token_ids[:ending] if t not in self._silent]
         held = len(self._ids) - self._settled
         if not held:
@@ -269,4 +272,10 @@ def make_detokenizer(
     tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> Detokenizer:
     """One for an answer to a prompt, as its parameters want the text."""
-    return Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
+    return Detokenizer(
+        tokenizer,
+        prompt_token_ids,
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+        params.include_stop_str_in_output,
+    )

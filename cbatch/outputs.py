@@ -49,7 +49,8 @@ class CompletionOutput:
     """One answer.
 
     ``token_ids``, ``text`` and ``logprobs`` hold everything so far, or what is new where ``RequestOutputKind.DELTA``
-    was asked for. The end-of-sequence token, or the stop token, that ended it is in ``token_ids`` and not in ``text``.
+    was asked for. The end-of-sequence token, or the stop token, that ended it is in ``token_ids``, and not in ``text``
+    unless ``include_stop_str_in_output`` was asked for.
 
     ``logprobs`` has a dict for each token, of the sampled one first and then the most likely ones;
     ``cumulative_logprob`` is the sum over all sampled tokens so far. Both are None where no ``logprobs`` were wanted.

@@ -165,7 +165,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = _field(
         (),
         "a list of token ids",
-        "Further tokens that end an answer. The one that did is in `token_ids`, not in `text`.",
+        "Further tokens that end an answer. The one that did is in `token_ids`, and in `text` only with "
+        "`include_stop_str_in_output`.",
     )
     stop: Sequence[str] | str | None = _field(
         (),
@@ -174,7 +175,10 @@ class SamplingParams:
         "first begins, `token_ids` with the token that completed it. A stream holds back what may become one.",
     )
     include_stop_str_in_output: bool = _field(
-        False, "True, False", "Let `text` end with the stop string instead of before it."
+        False,
+        "True, False",
+        "Let `text` end with the stop string or the token that ended it, instead of before it. A special token is left "
+        "out all the same unless `skip_special_tokens` is False.",
     )
     bad_words: Sequence[str] = _field(
         (),

@@ -164,6 +164,24 @@ def test_text_after_the_stop_string_in_its_own_token_is_not_shown():
     assert run([hello, hello], ["lo", "he"]).stop_reason == "he"
 
 
+@pytest.mark.parametrize("stop", [(), ("xyz",)])
+def test_stop_token_is_text_where_stop_strings_are(stop):
+    """``include_stop_str_in_output`` was ignored where a token ended the answer; a special one stays out of the text
+    unless special tokens are wanted."""
+    comma = letters(",")[0]
+    for more, text in (
+        ({"stop_token_ids": [comma]}, "ab"),
+        ({"stop_token_ids": [comma], "include_stop_str_in_output": True}, "ab,"),
+        ({"include_stop_str_in_output": True}, "ab,c"),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "ab,c" + TOKENIZER.eos_token),
+        ({"skip_special_tokens": False}, "ab,c"),
+    ):
+        with start([*letters("ab,c"), EOS], eos=(EOS,)) as engine:
+            handle = engine.submit([PAD], greedy(stop, 12, **more))
+            output = handle.result(20).outputs[0]
+            assert (output.text, output.finish_reason) == (text, "stop")
+
+
 def test_stop_string_inside_multi_byte_text():
     """The token that completes the last byte completes the stop string, and half of it is no text."""
     ids = letters("né🎉界x")
