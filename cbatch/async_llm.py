@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,7 @@ _MANY_ANSWERS = 10  # some 0.1 ms each with stop strings
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A stream whose request is still drafted."""
+    """A request that is still drafted."""
 
     request_id: str | None
     is_aborted: bool = False
@@ -40,7 +41,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
-        self._drafting: set[_Drafting] = set()  # of streams that have begun, and which the engine does not know yet
+        self._drafting: set[_Drafting] = set()  # what has begun, and the engine does not know yet
         weakref.finalize(self, Engine.close_soon, self.engine)
 
     def generate(
@@ -131,10 +132,13 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Searches for the most likely answers; see ``LLM.beam_search``. Cancelling the task aborts it."""
         taken = PromptLike(prompt)
-        token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
+        with self._draft_of(request_id) as drafting:
+            token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
         options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
         handle = self.engine.submit_beam_search(token_ids, params, request_id, **options)
         try:
+            if drafting.is_aborted:
+                handle.abort()
             output = await handle.aresult()
         finally:
             handle.abort()  # nothing happens if it has ended
@@ -175,6 +179,16 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @contextmanager
+    def _draft_of(self, request_id: str | None) -> Iterator[_Drafting]:
+        """Inside, an abort by this id is noted."""
+        drafting = _Drafting(request_id)
+        self._drafting.add(drafting)
+        try:
+            yield drafting
+        finally:
+            self._drafting.remove(drafting)
+
     async def _stream(
         self,
         encode: Callable[[], tuple[str | None, list[int]]],
@@ -190,12 +204,8 @@ class AsyncLLM:
             return text, token_ids, self.engine.draft(token_ids, params, request_id, **options)
 
         slow = num_chars > _LONG_TEXT or is_busy(self.engine.tokenizer) or _takes_a_while(params)
-        drafting = _Drafting(request_id)
-        self._drafting.add(drafting)
-        try:
+        with self._draft_of(request_id) as drafting:
             text, token_ids, drafted = await asyncio.to_thread(draft) if slow else draft()
-        finally:
-            self._drafting.remove(drafting)
         handle = self.engine.enter(drafted, request_id)  # nothing is awaited between here and the `try`
         try:
             if drafting.is_aborted:

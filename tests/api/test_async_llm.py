@@ -9,6 +9,7 @@ import pytest
 
 from cbatch import (
     AsyncLLM,
+    BeamSearchParams,
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
@@ -279,9 +280,13 @@ async def test_abort_by_id_while_a_long_text_is_tokenised(monkeypatch):
     async with make() as llm:
         stream = asyncio.create_task(collect(llm.generate("hello", LONG, "x")))
         other = asyncio.create_task(collect(llm.generate("hello", GREEDY, "y")))
+        search = asyncio.create_task(llm.beam_search("hello", BeamSearchParams(2, 400), "z"))
         await asyncio.to_thread(begun.wait)
+        await asyncio.sleep(0)
         await llm.abort("x")
+        await llm.abort("z")
         go_on.set()
+        assert (await search).outputs[0].finish_reason == "abort"
         assert (await stream)[-1].outputs[0].finish_reason == "abort"
         assert (await other)[-1].outputs[0].finish_reason == "length"
         again = await collect(llm.generate("hello", GREEDY, "x"))
