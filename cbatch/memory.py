@@ -45,7 +45,8 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
         useful = max(useful, _MAX_BLOCKS)
     useful = min(useful, (2**31 - 1) // config.block_size)  # slot numbers have 32 bits
     if model.device.type == "cuda":
-        peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+        with torch.cuda.device(model.device):  # on which Triton launches, wherever its pointers lead
+            peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
         if not config.enforce_eager:
             peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
         free, total = torch.cuda.mem_get_info(model.device)
