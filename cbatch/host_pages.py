@@ -8,6 +8,7 @@ what comes in it leaves alone, and the next step waits for it. On the CPU the la
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,7 @@ from cbatch.kv_cache import KVCache, page_bytes
 from cbatch.models.base import Model
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.swap import Ints, Swaps
+from cbatch.streams import give_back, take_stream
 
 
 def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
@@ -38,9 +40,10 @@ class HostPages:
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._pool = kv_cache.pool
         shape, pin = (num_blocks, self._pool.shape[1]), self._pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._pool.device) if pin else None
+        self._stream = take_stream(self._pool.device) if pin else None
         self._coming: torch.cuda.Event | None = None  # what comes in, and no step has waited for
         if self._stream is not None:
+            weakref.finalize(self, give_back, self._stream).atexit = False
             self._pool.record_stream(self._stream)  # its memory is nobody else's before the last copy has ended
         try:
             self._pages = torch.empty(shape, dtype=self._pool.dtype, device="cpu", pin_memory=pin)
