@@ -597,6 +597,8 @@ class Engine:
             traceback.clear_frames(self._error.__traceback__)
         if self._lane.kind == "gpu":
             torch.cuda.empty_cache()
+            # And pinned memory, of which ``swap_space`` may be much. The name is torch 2.11's; 2.12 has a public one.
+            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     def __enter__(self) -> Engine:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -106,3 +107,18 @@ def test_a_capture_that_failed_is_over_for_the_allocator_too(
     with pytest.raises(RuntimeError, match="previous error"), graphs.capturing(graph, (0, 7)):
         raise RuntimeError("operation not permitted when stream is capturing")
     assert calls == [(1, (0, 7))] and clear.count == 2
+
+
+def test_what_a_container_keeps_of_files_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 50 GiB that were read are in its 60; pinned memory for pages may take their place."""
+    gib = 2**30
+    files = {
+        "/proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {100 * gib // 1024} kB\n",
+        "/sys/fs/cgroup/memory.max": f"{64 * gib}\n",
+        "/sys/fs/cgroup/memory.current": f"{60 * gib}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon {9 * gib}\nshmem {gib}\ninactive_file {45 * gib}\nactive_file {5 * gib}\n",
+    }
+    monkeypatch.setattr(memory, "open", lambda path: io.StringIO(files[path]), raising=False)
+    assert memory.available_memory_bytes() == 54 * gib
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert memory.available_memory_bytes() == 100 * gib
