@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cbatch import graphs, memory, streams
+from cbatch.buffers import Landing
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.scheduler.kv_spec import group_layers
@@ -151,3 +152,12 @@ def test_engines_on_one_device_are_built_one_after_the_other() -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(entered) == [0, 1, 2]
+
+
+def test_records_begin_at_16_bytes_for_any_number_of_slots() -> None:
+    """Those of two rows, with which kernels are compiled beforehand, did not, and those of 256 did: two kernels."""
+    for max_num_seqs in range(1, 10):
+        landing = Landing(max_num_seqs, torch.device("cpu"))
+        assert landing.records.data_ptr() % 16 == 0 and landing.records.stride(0) % 4 == 0
+        assert landing.head(max_num_seqs)[-1].data_ptr() == landing.records[-1, -1].data_ptr()
+        assert len(landing.head(0)) >= max_num_seqs
