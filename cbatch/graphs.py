@@ -228,21 +228,28 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         begin_capture(graph, pool)
         try:
             yield
+        except BaseException:  # of which the caller is to hear, not that the end fails for it
+            with suppress(RuntimeError):
+                _end_capture(graph, pool)
+            raise
+        else:
+            _end_capture(graph, pool)
         finally:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                # What was captured had failed before. torch 2.11 then leaves its allocator in the belief that the
-                # capture goes on, and it would never again free what it caches to make room (from 2.12 on, there is
-                # nothing left to end, which is the error suppressed here).
-                with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-                raise
-            finally:
-                torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_clearCublasWorkspaces()
     finally:
         if collecting:
             gc.enable()
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # Torch 2.11 leaves its allocator in the belief that the capture goes on, and it would never again free what it
+        # caches to make room. From 2.12 on there is nothing left to end, which is the error suppressed here.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
 
 
 _swapping = threading.Lock()  # of the process, as the generator is
