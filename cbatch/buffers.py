@@ -50,13 +50,15 @@ class Landing:
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device, *, pin_memory: bool = False) -> None:
-        size = max_num_seqs * (1 + LOGPROB_WORDS)
+        # At 16 bytes, whatever max_num_seqs is: Triton compiles another kernel for what does not begin there.
+        self._begin = -(-max_num_seqs // 4) * 4
+        size = self._begin + max_num_seqs * LOGPROB_WORDS
         self._words = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
         self.sampled = self._words[:max_num_seqs]
-        self.records = self._words[max_num_seqs:].view(max_num_seqs, LOGPROB_WORDS)
+        self.records = self._words[self._begin :].view(max_num_seqs, LOGPROB_WORDS)
 
     def head(self, num_records: int) -> Tensor:
-        return self._words[: self.sampled.numel() + num_records * LOGPROB_WORDS]
+        return self._words[: self._begin + num_records * LOGPROB_WORDS]
 
 
 class Masks:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +75,7 @@ _MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come 
 
 _log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_building: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -192,8 +193,10 @@ class Engine:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        """One engine a device at a time: who waits for a device on which another captures spoils that, and fails."""
         begin = time.perf_counter()
-        yield
+        with _building[self.model.device]:
+            yield
         self.startup_s[part] = time.perf_counter() - begin
 
     # ---- the loop
@@ -599,6 +602,8 @@ class Engine:
             traceback.clear_frames(self._error.__traceback__)
         if self._lane.kind == "gpu":
             torch.cuda.empty_cache()
+            # And pinned memory, of which ``swap_space`` may be much. The name is torch 2.11's; 2.12 has a public one.
+            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
     def __enter__(self) -> Engine:
         return self
@@ -647,6 +652,7 @@ def _forget_engines() -> None:
             for child in handle.children:
                 child.forget(engine._ending())
     _open_engines.clear()
+    _building.clear()
 
 
 os.register_at_fork(after_in_child=_forget_engines)

@@ -10,7 +10,7 @@ import gc
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -122,6 +122,7 @@ class GraphSet:
         device = runner.model.device
         limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
+        caller = torch.cuda.current_stream(device)  # fills in here what the graphs read there
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._landing = Landing(buckets.max_num_seqs, device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -129,7 +130,7 @@ class GraphSet:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream(device))
+            stream.wait_stream(caller)
             sizes = [free]
             for bucket in buckets.all():
                 self._steps[bucket] = self._capture(bucket)
@@ -227,12 +228,28 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         begin_capture(graph, pool)
         try:
             yield
+        except BaseException:  # of which the caller is to hear, not that the end fails for it
+            with suppress(RuntimeError):
+                _end_capture(graph, pool)
+            raise
+        else:
+            _end_capture(graph, pool)
         finally:
-            graph.capture_end()
             torch._C._cuda_clearCublasWorkspaces()
     finally:
         if collecting:
             gc.enable()
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # Torch 2.11 leaves its allocator in the belief that the capture goes on, and it would never again free what it
+        # caches to make room. From 2.12 on there is nothing left to end, which is the error suppressed here.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
 
 
 _swapping = threading.Lock()  # of the process, as the generator is

@@ -8,6 +8,7 @@ what comes in it leaves alone, and the next step waits for it. On the CPU the la
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -15,9 +16,15 @@ import torch
 from cbatch.config import EngineConfig
 from cbatch.errors import ConfigError
 from cbatch.kv_cache import KVCache, page_bytes
+from cbatch.memory import available_memory_bytes
 from cbatch.models.base import Model
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.swap import Ints, Swaps
+from cbatch.streams import give_back, take_stream
+
+# Torch rounds an allocation of pinned memory up to a power of two: one of 33 GiB would take 64. And it keeps what is
+# freed for those of the same power, so that the next engine, of another size, takes the same pieces again.
+_PIECE_BYTES = 256 << 20
 
 
 def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
@@ -37,13 +44,27 @@ class HostPages:
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
         self._pool = kv_cache.pool
-        shape, pin = (num_blocks, self._pool.shape[1]), self._pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._pool.device) if pin else None
+        num_elements, pin = self._pool.shape[1], self._pool.device.type == "cuda"
+        page = num_elements * self._pool.element_size()
+        needed, room = num_blocks * page, available_memory_bytes()
+        if needed > room:  # piece by piece, the system would give it, until it ends a process
+            raise ConfigError(
+                f"swap_space of {num_blocks} host blocks does not fit: it takes {needed / 2**30:.1f} GiB of this "
+                f"machine's memory, and {room / 2**30:.1f} are available"
+            )
+        self._per_piece = size = max(1, _PIECE_BYTES // page)
+        self._stream = take_stream(self._pool.device) if pin else None
         self._coming: torch.cuda.Event | None = None  # what comes in, and no step has waited for
         if self._stream is not None:
+            weakref.finalize(self, give_back, self._stream).atexit = False
             self._pool.record_stream(self._stream)  # its memory is nobody else's before the last copy has ended
         try:
-            self._pages = torch.empty(shape, dtype=self._pool.dtype, device="cpu", pin_memory=pin)
+            self._pieces = [
+                torch.empty(
+                    min(size, num_blocks - first), num_elements, dtype=self._pool.dtype, device="cpu", pin_memory=pin
+                )
+                for first in range(0, num_blocks, size)
+            ]
         except RuntimeError as error:
             raise ConfigError(f"swap_space of {num_blocks} host blocks does not fit: {error}") from error
 
@@ -72,18 +93,23 @@ class HostPages:
             self._coming = None
 
     def _copy_out(self, swaps: Swaps) -> None:
-        for block, host, count in _runs(swaps.out_blocks, swaps.out_host):
-            self._pages[host : host + count].copy_(self._pool[block : block + count], non_blocking=True)
+        for block, host, count in _runs(swaps.out_blocks, swaps.out_host, self._per_piece):
+            self._pages(host, count).copy_(self._pool[block : block + count], non_blocking=True)
 
     def _copy_in(self, swaps: Swaps) -> None:
-        for block, host, count in _runs(swaps.in_blocks, swaps.in_host):
-            self._pool[block : block + count].copy_(self._pages[host : host + count], non_blocking=True)
+        for block, host, count in _runs(swaps.in_blocks, swaps.in_host, self._per_piece):
+            self._pool[block : block + count].copy_(self._pages(host, count), non_blocking=True)
+
+    def _pages(self, first: int, count: int) -> torch.Tensor:
+        """Pages of one piece."""
+        piece, at = divmod(first, self._per_piece)
+        return self._pieces[piece][at : at + count]
 
     @torch.inference_mode()
     def measure_ms(self) -> float:
         """Milliseconds of a block's copy, one way. Copies some out and in again, before any step has run, and waits."""
-        count = min(8, len(self._pages), len(self._pool))
-        pages, pool = self._pages[:count], self._pool[:count]
+        count = min(8, len(self._pieces[0]), len(self._pool))
+        pages, pool = self._pages(0, count), self._pool[:count]
         times = []
         for _ in range(3):
             self._synchronize()
@@ -99,11 +125,12 @@ class HostPages:
             torch.cuda.synchronize(self._pool.device)
 
 
-def _runs(blocks: Ints, hosts: Ints) -> Iterator[tuple[int, int, int]]:
-    """Both lists cut into runs that count up together: first of each, and how many. A copy of a run is one call."""
+def _runs(blocks: Ints, hosts: Ints, per_piece: int) -> Iterator[tuple[int, int, int]]:
+    """Both lists cut into runs that count up together, each within a piece of the host's memory: first of each, and how
+    many. A copy of a run is one call."""
     begin = 0
     pairs: list[tuple[int, int]] = list(zip(blocks.tolist(), hosts.tolist(), strict=True))
     for i in range(1, len(pairs) + 1):
-        if i == len(pairs) or pairs[i] != (pairs[i - 1][0] + 1, pairs[i - 1][1] + 1):
+        if i == len(pairs) or pairs[i] != (pairs[i - 1][0] + 1, pairs[i - 1][1] + 1) or pairs[i][1] % per_piece == 0:
             yield *pairs[begin], i - begin
             begin = i

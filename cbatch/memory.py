@@ -45,7 +45,8 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
         useful = max(useful, _MAX_BLOCKS)
     useful = min(useful, (2**31 - 1) // config.block_size)  # slot numbers have 32 bits
     if model.device.type == "cuda":
-        peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
+        with torch.cuda.device(model.device):  # on which Triton launches, wherever its pointers lead
+            peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
         if not config.enforce_eager:
             peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
         free, total = torch.cuda.mem_get_info(model.device)
@@ -108,9 +109,13 @@ def available_memory_bytes() -> int:
     except OSError:
         pass  # not Linux: the count of free pages stands
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+        cgroup = "/sys/fs/cgroup/memory"
+        with open(f"{cgroup}.max") as limit, open(f"{cgroup}.current") as current, open(f"{cgroup}.stat") as stat:
             if (text := limit.read().strip()) != "max":
-                available = min(available, int(text) - int(current.read()))
+                facts = dict(line.split() for line in stat)
+                # What it keeps of files, as of weights that were read, makes room.
+                cached = int(facts.get("active_file", 0)) + int(facts.get("inactive_file", 0))
+                available = min(available, int(text) - int(current.read()) + cached)
     except OSError:
         pass  # no cgroup limit is visible
     return max(available, 0)

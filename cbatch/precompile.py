@@ -36,6 +36,9 @@ def precompile(model: Model, config: EngineConfig, groups: tuple[KVGroup, ...]) 
             calls += _attention(model, config, groups)
         calls += [call for num_rows in ROWS for call in model.products(num_rows)]
 
+    # Of what the caller's stream fills in, some are indices; the other threads' streams do not wait for it.
+    torch.cuda.synchronize(model.device)
+
     def run(call: Call) -> None:
         with torch.inference_mode(), torch.cuda.device(model.device):
             call()

@@ -128,9 +128,12 @@ class Runner:
         They land with the step: whoever waits for its tokens waits for this stream.
         """
         device = self.model.device
-        index = torch.empty(prompts.index.shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        index.numpy()[:] = prompts.index
-        rows, targets = index.to(device, non_blocking=True)
+        num_rows = prompts.index.shape[1]
+        # Both begin at 16 bytes, as what kernels were compiled for: Triton compiles others for what does not.
+        shape = 2, -(-num_rows // 4) * 4
+        index = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        index.numpy()[:, :num_rows] = prompts.index
+        rows, targets = index.to(device, non_blocking=True)[:, :num_rows]
         logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags, rows)
         records = torch.empty(prompts.records.shape, dtype=torch.int32, device=device)
         self._ops.logprobs(logits[plan.sizes.num_samples :], targets, records)

@@ -22,6 +22,24 @@ from cbatch.buffers import IOBuffer
 from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
 
 THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}  # given back, and nobody's
+
+
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for whoever lives long, to ``give_back`` at its end.
+
+    torch has 32 a device and hands them out in turn: the 33rd is the first again, whose ever that is. The eleventh
+    engine beside one that runs would capture its graphs on a stream that the other copies on.
+    """
+    try:
+        return _idle_streams[device].pop()
+    except (KeyError, IndexError):
+        return torch.cuda.Stream(device)
+
+
+def give_back(stream: torch.cuda.Stream) -> None:
+    """For others to take; what is queued on it comes before theirs."""
+    _idle_streams.setdefault(stream.device, []).append(stream)
 
 
 class Lane(Protocol):
@@ -181,7 +199,7 @@ class CudaLane:
 
     def __init__(self, buffers: list[IOBuffer], device: torch.device) -> None:
         self.device = device
-        self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
+        self.h2d, self.compute, self.d2h = (take_stream(device) for _ in range(3))
         self.compute.wait_stream(torch.cuda.current_stream(device))  # weights and pages are filled there
         self.h2d.wait_stream(torch.cuda.current_stream(device))
         for io in buffers:
@@ -278,3 +296,5 @@ class CudaLane:
     def close(self) -> None:
         self.compute.synchronize()
         self.d2h.synchronize()
+        for stream in (self.h2d, self.compute, self.d2h):
+            give_back(stream)

@@ -18,6 +18,7 @@ from transformers.cache_utils import StaticLayer
 from cbatch.errors import UnsupportedModelError
 from cbatch.graphs import capturing
 from cbatch.interleave.search import Search
+from cbatch.streams import give_back, take_stream
 
 CacheKind = Literal["static", "dynamic"]
 
@@ -117,8 +118,14 @@ class Decoding:
         Raises UnsupportedModelError if the model waits for a value from the device.
         """
         self.prefill()  # the cache gets its memory
-        device, caller = self.search.report.device, torch.cuda.current_stream(self.search.report.device)
-        stream = torch.cuda.Stream(device)
+        stream = take_stream(self.search.report.device)
+        try:
+            self._graph = self._capture_on(stream)
+        finally:
+            give_back(stream)
+
+    def _capture_on(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        caller = torch.cuda.current_stream(stream.device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled, libraries choose theirs
@@ -139,7 +146,7 @@ class Decoding:
                 f"a step of {type(self._model).__name__} cannot be captured as a CUDA graph, use compile=False: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        self._graph = graph
+        return graph
 
     def _rewind(self) -> None:
         """To an empty cache, so that trial steps stay within what the model has positions for."""

@@ -10,11 +10,14 @@ records. Side by side run the host's work and the steps, and the copies to the h
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from cbatch.streams import give_back, take_stream
 
 
 class Lanes(Protocol):
@@ -53,7 +56,8 @@ class HostLane:
 
 class _Lane:
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = take_stream(device)
+        weakref.finalize(self, give_back, self.stream).atexit = False
         self.computed = torch.cuda.Event()
         self.landed = torch.cuda.Event()
 

@@ -163,7 +163,9 @@ def packed_logits(model: Model) -> list[Tensor]:
         return model.forward(inputs[0], inputs[1], inputs[2], attend)
 
     a, b = random_tokens(model.kv_specs, model.max_model_len, model.vocab_size, seed=0)
-    return logits_in_two_steps(step, a, b)
+    # Triton launches on the current device, wherever its pointers lead.
+    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+        return logits_in_two_steps(step, a, b)
 
 
 class Rule:

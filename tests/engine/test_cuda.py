@@ -180,6 +180,44 @@ def test_engines_are_built_and_run_beside_other_cuda_work() -> None:
     assert not failures
 
 
+def test_engines_are_built_in_several_threads_at_once() -> None:
+    """One waited for the device while another captured on it, which CUDA forbids to both."""
+    models = [make_tiny("llama", device="cuda") for _ in range(3)]
+    engines, failures = list[Engine](), list[BaseException]()
+
+    def build(model: torch.nn.Module) -> None:
+        try:
+            engines.append(Engine.from_model(model, max_num_seqs=6, block_size=16, num_blocks=64))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=build, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and all(engine.stats()["num_graphs"] for engine in engines)
+    answers = [engine.submit([5, 6, 7], greedy(20)).result(60).outputs[0].token_ids for engine in engines]
+    assert answers[0] == answers[1] == answers[2]
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}])
+def test_a_model_on_another_gpu_than_the_current_one(options: dict[str, Any]) -> None:
+    """Triton launches on the current device. The pool's size is not given, so the largest step is measured, too."""
+    answers = []
+    for device in ("cuda:0", "cuda:1"):
+        model = make_tiny("llama", device=device)
+        assert torch.cuda.current_device() == 0
+        limits = {"max_num_seqs": 4, "block_size": 16, "gpu_memory_utilization": 0.1}
+        with Engine.from_model(model, model_impl="decoder", **limits, **options) as engine:
+            handles = [engine.submit([5, 6, i], greedy(20)) for i in range(6)]
+            answers.append([handle.result(60).outputs[0].token_ids for handle in handles])
+    assert answers[0] == answers[1]
+
+
 def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
     model = make_tiny("llama", device="cuda")
     answers = []

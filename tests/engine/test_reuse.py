@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cbatch import host_pages
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError, EngineClosedError, InvalidRequestError
 from cbatch.llm import LLM
@@ -205,6 +206,31 @@ def test_swaps_equal_solo_though_a_stream_is_late(
         assert [tokens(handle) for handle in handles] == alone(device="cuda")
         assert engine.stats()["num_blocks_in"] > 10
         at_rest(engine)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_swaps_equal_solo_where_host_memory_is_in_pieces(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch rounds pinned memory up to a power of two, 33 GiB to 64; in pieces, runs of blocks end with one."""
+    monkeypatch.setattr(SwapSpace, "is_cheaper", lambda *_: True)
+    monkeypatch.setattr(host_pages, "_PIECE_BYTES", 1)
+    with start(swap_space=0.0001) as engine:
+        pages = engine._executor._host_pages
+        assert pages is not None and pages._per_piece == 1
+        page = pages._pieces[0].nbytes
+    monkeypatch.setattr(host_pages, "_PIECE_BYTES", blocks * page + 1)
+    with start(swap_space=0.01) as engine:
+        assert [len(piece) for piece in engine._executor._host_pages._pieces][:2] == [blocks] * 2  # type: ignore[union-attr]
+        preempt_often(engine)
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone()
+        assert engine.stats()["num_blocks_in"] > 10
+        at_rest(engine)
+
+
+def test_swap_space_beyond_the_machines_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "available_memory_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"swap_space of \d+ host blocks does not fit: it takes 0.0 GiB"):
+        start(swap_space=0.01)
 
 
 def test_swap_space_without_room_for_a_block_is_refused() -> None:
