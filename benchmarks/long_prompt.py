@@ -37,6 +37,9 @@ async def measure(
     readers = [asyncio.create_task(stream.read()) for stream in streams]
     while not all(stream.times for stream in streams):
         await asyncio.sleep(0.01)
+        for reader in readers:
+            if reader.done():
+                await reader  # raises what ended it, for which the others would wait for ever
     begin = time.perf_counter()
     await asyncio.sleep(seconds)
     end = time.perf_counter()

@@ -1,15 +1,19 @@
 """Benchmarks have a command line on any machine, say in one line what they lack, and run on the CPU where they can."""
 
+import asyncio
 import importlib
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import clients, decode
+from cbatch.errors import EngineDeadError
 from cbatch.models.loader import load_model
+from cbatch.scheduler.kv_spec import KVSpec
 from tests.models.families import FAMILIES
 
 FOLDER = Path(decode.__file__).parent
@@ -123,6 +127,36 @@ def test_one_row_of_a_batch_of_decode_waits_for_the_host(tiny, kind):
     assert (run["num_requests"], run["sampling"]) == (3, kind)
 
 
+def event(name, start, on_device=True):
+    kind = "DeviceType.CUDA" if on_device else "DeviceType.CPU"
+    return SimpleNamespace(name=lambda: name, start_ns=lambda: start, device_type=lambda: kind)
+
+
+def test_launches_are_counted_over_whole_steps():
+    """The profiler went on behind the steps that were waited for, and all that it saw was divided by those: one graph
+    of 264 kernels had 277 a step."""
+    landing = "Memcpy DtoH (Device -> Pinned)"
+    events = [event("the graph before, its end", 5), event(landing, 2)]
+    for begin in range(10, 90, 10):  # of eight steps; the first and the last are there in part
+        own = [event(f"kernel {i}", begin + i) for i in range(3)] + [event("Memcpy HtoD (Pinned -> Device)", begin + 1)]
+        own += [event(landing, begin + 5), event("cudaGraphLaunch", begin, on_device=False)]
+        events += own[1:] if begin == 10 else own[:2] if begin == 80 else own
+    found = decode.launches(reversed(events))
+    assert found["profiled_steps"] == 6
+    assert found["kernels_per_step"] == 3
+    assert found["copies_per_step"] == {"Memcpy HtoD (Pinned -> Device)": 1, landing: 1}
+    assert found["calls_per_step"] == {"cudaGraphLaunch": 1}
+    assert decode.launches(events[:2]) == decode.launches([]) == {}
+
+
+def test_the_roofline_reads_no_more_of_a_layer_than_its_window():
+    """A model with windows came closer to the roofline than it is, past 100% at long contexts; and the values of one
+    whose heads are smaller than those of its keys were counted as large as these."""
+    specs = [KVSpec(2, 16, 16), KVSpec(2, 16, 16, window=100), KVSpec(1, 24, 8)]
+    assert decode.kv_bytes(specs, 2, 50.0) == 2 * 50 * (64 + 64 + 32)
+    assert decode.kv_bytes(specs, 2, 1000.0) == 2 * (1000 * 64 + 100 * 64 + 1000 * 32)
+
+
 def test_the_ratio_of_n_plus_1_to_n_is_of_the_same_schedule_and_context():
     def measured(schedule, context, batch, ms):
         names = ("model", "schedule", "context", "num_requests", "ms_per_step_p50")
@@ -183,6 +217,21 @@ def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
     assert report["steps_beside"] >= 3  # 256 tokens a step
     assert report["ttft_ratio"] == report["ttft_beside_s"] / report["ttft_alone_s"]
     assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0
+
+
+def test_a_long_prompt_beside_requests_that_fail_is_not_waited_for():
+    """It waited for their first tokens for ever."""
+    from benchmarks import long_prompt
+
+    async def read(self):
+        if self.handle == "alone":
+            return self
+        raise EngineDeadError("the device failed")
+
+    engine = SimpleNamespace(submit=lambda prompt, params: "alone" if params.max_tokens == 1 else "short")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(EngineDeadError):
+        patched.setattr(clients.Stream, "read", read)
+        asyncio.run(asyncio.wait_for(long_prompt.measure(engine, [[1], [2]], [[3]], 0.1, 5), timeout=5))
 
 
 LADDER = ["--device", "cpu", "--batches", 1, 2, "--new-tokens", 3, 6, "--input-len", 5]
