@@ -14,6 +14,7 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -173,6 +174,8 @@ def main() -> None:
             figures = consume(llm, random_prompts(count, 64, model.vocab_size, 0), params, args.seconds)
         finally:
             llm.close()
+        if figures["num_running"] != count:
+            sys.exit(f"{name}: {figures['num_running']} of {count} requests decoded to the end: fewer --seconds")
         report["cases"][name] = {"num_requests": count, "depth": llm.engine.config.depth, **figures}
         print(
             f"{name:22} {count:3} requests  activity {figures['activity_pct']:6.2f}%  "

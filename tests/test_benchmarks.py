@@ -219,6 +219,27 @@ def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
     assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0
 
 
+def test_interference_is_measured_while_all_decode_or_not_at_all(run, monkeypatch, tmp_path):
+    """With more seconds than the requests have tokens, the figures of the last few, or of none, stood for 32."""
+    from benchmarks import interference
+
+    llm = SimpleNamespace(close=lambda: None, engine=None)
+    model = SimpleNamespace(vocab_size=101)
+    for name, stub in (
+        ("needs_gpu", lambda parser: None),
+        ("environment", lambda device: {}),
+        ("load_model", lambda *_, **__: model),
+        ("load_tokenizer", lambda folder: []),
+        ("AsyncLLM", lambda *_, **__: llm),
+        ("CASES", {"nobody": (lambda *_: {"num_running": 31}, 32)}),
+    ):
+        monkeypatch.setattr(interference, name, stub)
+    file = tmp_path / "x.json"
+    with pytest.raises(SystemExit, match="31 of 32 requests decoded to the end"):
+        run("interference", "--tokenizer", "x", "--cases", "nobody", "--json", file)
+    assert not file.exists()
+
+
 def test_a_long_prompt_beside_requests_that_fail_is_not_waited_for():
     """It waited for their first tokens for ever."""
     from benchmarks import long_prompt
