@@ -36,6 +36,7 @@ from benchmarks.common import (
     is_on_device,
     make_parser,
     needs_gpu,
+    positive,
     read_bandwidth,
     save,
 )
@@ -264,14 +265,16 @@ def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = make_parser("decode", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[160])
-    parser.add_argument("--batches", nargs="+", type=int, default=[32], help="numbers of requests that decode together")
+    parser.add_argument("--contexts", nargs="+", type=positive, default=[160])
+    parser.add_argument(
+        "--batches", nargs="+", type=positive, default=[32], help="numbers of requests that decode together"
+    )
     kinds = [*SAMPLING, *ONE_ROW]
     parser.add_argument("--sampling", nargs="+", choices=kinds, default=["greedy"], help="what requests ask for")
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--profiled-steps", type=int, default=20)
-    parser.add_argument("--depth", type=int)
+    parser.add_argument("--depth", type=positive)
     parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers", "decoder"])
     args = parser.parse_args()
     needs_gpu(parser)

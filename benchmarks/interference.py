@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import above_zero, make_parser, needs_gpu, positive, save
 from benchmarks.decode import wait_until
 from cbatch import AsyncLLM
 from cbatch.bench import environment, random_prompts
@@ -156,8 +156,8 @@ def main() -> None:
     parser = make_parser("interference", __doc__)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--depth", type=int)
+    parser.add_argument("--seconds", type=above_zero, default=6.0)
+    parser.add_argument("--depth", type=positive)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
     needs_gpu(parser)

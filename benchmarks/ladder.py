@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import busy_share, device_intervals, make_parser, needs_gpu, save
+from benchmarks.common import busy_share, device_intervals, make_parser, needs_gpu, positive, save
 
 MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
@@ -505,12 +505,6 @@ def plot(runs: list[dict[str, Any]], out: Path) -> None:
     pyplot.close(figure)
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
 def _seconds(text: str) -> float:
     if not (value := float(text)) >= 0:
         raise argparse.ArgumentTypeError(f"{value} is no number of seconds")
@@ -549,10 +543,10 @@ def check_shapes(parser: argparse.ArgumentParser, shapes: list[str]) -> None:
 def main() -> None:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["gpt2-shape"], help="shapes, folders or config files")
-    parser.add_argument("--batches", nargs="+", type=_positive, help="rows (1 8 32; other shapes: 1)")
-    parser.add_argument("--new-tokens", nargs="+", type=_positive, help="tokens a row (50 100 200 400; others: 200)")
+    parser.add_argument("--batches", nargs="+", type=positive, help="rows (1 8 32; other shapes: 1)")
+    parser.add_argument("--new-tokens", nargs="+", type=positive, help="tokens a row (50 100 200 400; others: 200)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, help="(all; other shapes: those from StaticCache on)")
-    parser.add_argument("--input-len", type=_positive, default=32, help="tokens of each prompt")
+    parser.add_argument("--input-len", type=positive, default=32, help="tokens of each prompt")
     parser.add_argument("--seconds", type=_seconds, default=float("inf"), help="leave out what begins later")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; float32 on the CPU)")

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,41 @@ def test_without_a_gpu_one_line_says_so(run, capsys, name):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == f"python -m benchmarks.{name}: needs a CUDA GPU, and torch finds none here\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        *(("prefill", "--repeat", 0), ("vs_transformers", "--rounds", 0), ("traffic", "--limit", 0)),
+        *(("serving", "--rates", 0), ("serving", "--rates", "inf"), ("long_prompt", "--seconds", 0)),
+        *(("decode", "--steps", 0), ("shared_prefix", "--num-groups", -1), ("headline", "--num-requests", "many")),
+    ],
+)
+def test_what_leaves_nothing_to_measure_is_said_at_once(run, capsys, name, option, value):
+    """The engine ran first, in some for minutes; then came an IndexError, or a division by zero."""
+    with pytest.raises(SystemExit) as end:
+        run(name, option, value)
+    assert end.value.code == 2
+    assert f"error: argument {option}: " in capsys.readouterr().err
+
+
+def test_the_headline_is_of_all_requests_or_none(run, monkeypatch):
+    """Those that failed were left out of its tokens, and nothing was said."""
+    from benchmarks import headline
+
+    model = SimpleNamespace(vocab_size=101)
+    failed = SimpleNamespace(figures={}, first_error=EngineDeadError("the device failed"))
+    for name, stub in (
+        ("needs_gpu", lambda parser: None),
+        ("environment", lambda device: {}),
+        ("load_model", lambda *_, **__: model),
+        ("Engine", SimpleNamespace(from_model=lambda *_, **__: nullcontext())),
+        ("warm_up", lambda *_: None),
+        ("run_throughput", lambda *_: failed),
+    ):
+        monkeypatch.setattr(headline, name, stub)
+    with pytest.raises(EngineDeadError):
+        run("headline", "--num-requests", 2)
 
 
 def test_traffic_gives_every_request_its_tokens(run, capsys, tiny, tmp_path):
