@@ -7,9 +7,10 @@
 
 A shape is one of those that ship (random weights), a folder (its weights) or a config file (random weights; one that
 is called config.json is known by its folder). Greedy; the stop check of each rung runs, with a stop token that never
-comes. Seconds are from the call to the last token of ``generate``, prompt included, the fastest of up to three runs
-after a warm-up; no more are begun after a second, so what takes longer is measured once. ``first_s`` is the very first
-run, of the most tokens, with whatever it compiles or plans; ``ready_s`` is that and all before it.
+comes; the engine, whose random weights are its own, has none. Seconds are from the call to the last token of
+``generate``, prompt included (the engine has no prefix cache), the fastest of up to three runs after a warm-up; no more
+are begun after a second, so what takes longer is measured once. ``first_s`` is the very first run, of the most tokens,
+with whatever it compiles or plans; ``ready_s`` is that and all before it.
 
 ``activity_pct`` is measured alike for all rungs, in a run of its own of 32 tokens: the union of the intervals of
 kernels and copies that the CUDA profiler (CUPTI) records, over the time from the first to the last. ``peak_mib`` is the
@@ -197,6 +198,7 @@ def engine(bench: Bench, batch: int, new_tokens: int) -> Iterator[Run]:
     options: dict[str, Any] = {"max_num_seqs": batch, "max_model_len": length}
     options["num_blocks"] = batch * (-(-length // 64) + 1) + 1
     options["max_num_batched_tokens"] = max(256, batch * bench.input_len)
+    options["enable_prefix_caching"] = False  # the other rungs compute the prompts in each run
     options |= {"device": str(bench.device), "dtype": bench.dtype}
     if not os.path.isdir(bench.shape):
         options["load_format"] = "dummy"

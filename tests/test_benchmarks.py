@@ -382,6 +382,27 @@ def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
     assert capsys.readouterr().out.startswith("graphs: left out, there are no CUDA graphs on the CPU")
 
 
+def test_the_engine_computes_its_prompts_in_every_run_of_the_ladder(tiny, monkeypatch):
+    """From two blocks on, it had them in its prefix cache from the warm-up, and the other rungs computed theirs."""
+    import cbatch
+    from benchmarks import ladder
+
+    made = []
+
+    class Kept(cbatch.LLM):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(cbatch, "LLM", Kept)
+    bench = ladder.Bench(tiny, torch.device("cpu"), torch.float32, 150, float("inf"))
+    with ladder.engine(bench, 2, 4) as run:
+        first, second = (run(bench.prompts(2), 4) for _ in range(2))
+        stats = made[0].engine.stats()
+    assert first == second
+    assert (stats["num_asked_tokens"], stats["num_hit_tokens"]) == (2 * 2 * 150, 0)
+
+
 def test_what_compiles_on_the_cpu_is_not_timed(tiny, monkeypatch):
     """Nothing is kept there for another number of tokens: 120 s of torch.compile were the seconds of 3 tokens."""
     from contextlib import contextmanager
