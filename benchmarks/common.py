@@ -29,6 +29,20 @@ def _in_a_folder(text: str) -> Path:
     return path
 
 
+def positive(text: str) -> int:
+    """Of a command line: a whole number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """Of a command line: a finite number above 0."""
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
 def needs_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
     """End with one line where ``device`` is a GPU and there is none."""
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -7,9 +7,9 @@ Random bf16 weights, greedy, prompts of random ids. One engine a shape and sched
 after the other, with room for the longest context and 2,048 tokens more. For each, a window of steps in which exactly
 so many requests decode, 100 steps after the last prompt (so a context has some 130 tokens at least): first timed by the
 engine's own events, then recorded by the CUDA profiler for ``activity_cupti_pct`` and what a step launches. The
-roofline share is (weight bytes + KV bytes of the live context) over the read bandwidth measured at the start of the
-same run (a sum over 2 GiB), over the step's time. Where batches n and n + 1 are both there, so is the ratio of their
-steps. The last line is JSON.
+roofline share is (weight bytes + KV bytes of the live context, or of a layer's window where that is shorter) over the
+read bandwidth measured at the start of the same run (a sum over 2 GiB), over the step's time. Where batches n and n + 1
+are both there, so is the ratio of their steps. The last line is JSON.
 
 ``--sampling one-grammar`` and ``one-processor`` are greedy batches in which one request has a JSON schema (which needs
 llguidance; the tokens are made up) or a logits processor: what the others pay for it is a step's time over that of
@@ -22,7 +22,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -36,6 +36,7 @@ from benchmarks.common import (
     is_on_device,
     make_parser,
     needs_gpu,
+    positive,
     read_bandwidth,
     save,
 )
@@ -45,6 +46,7 @@ from cbatch.engine import Engine
 from cbatch.models.loader import load_model
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
+from cbatch.scheduler.kv_spec import KVSpec
 
 ROOM = 2048  # tokens that a request may grow while others are still at their prompts, and in its window
 SETTLE = 100  # steps between the prompts and the window: prompts heat the GPU, which then lowers its clocks for a while
@@ -119,13 +121,30 @@ def steps_from_now(engine: Engine, count: int) -> None:
 def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
     """What the CUDA profiler saw from the first kernel on: share of time in kernels or copies, launches. Or nothing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        before = engine.stats()["steps"]
         steps_from_now(engine, num_steps)
-        seen = engine.stats()["steps"] - before
+    intervals = device_intervals(recorded)
+    found = launches(recorded.profiler.kineto_results.events())
+    return {"activity_cupti_pct": 100 * busy_share(intervals), **found} if intervals and found else {}
+
+
+def launches(events: Iterable[Any]) -> dict[str, Any]:
+    """What a step launches, over the whole steps of a profile: from its first copy to the host, one a step, to its
+    last. Or nothing.
+
+    The profiler goes on behind the steps that were waited for, some of them for a few ms: they are in it, too.
+    """
+    events = list(events)
+    first = min((e.start_ns() for e in events if is_on_device(e) and not is_copy(e)), default=0)
+    landings = sorted(e.start_ns() for e in events if is_on_device(e) and "DtoH" in e.name() and e.start_ns() >= first)
+    if len(landings) < 2:
+        return {}
+    begin, end, num_steps = landings[0], landings[-1], len(landings) - 1
     copies: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     num_kernels = 0
-    for event in recorded.profiler.kineto_results.events():
+    for event in events:
+        if not begin <= event.start_ns() < end:
+            continue
         if is_on_device(event):
             if is_copy(event):
                 copies[event.name()] += 1
@@ -133,16 +152,17 @@ def profile(engine: Engine, num_steps: int) -> dict[str, Any]:
                 num_kernels += 1
         elif event.name().startswith(("cuda", "cu")):
             calls[event.name()] += 1
-    intervals = device_intervals(recorded)
-    if not (intervals and seen):
-        return {}
     return {
-        "activity_cupti_pct": 100 * busy_share(intervals),
-        "kernels_per_step": num_kernels / seen,
-        "copies_per_step": {name: count / seen for name, count in copies.items()},
-        "calls_per_step": {name: round(count / seen, 2) for name, count in calls.most_common(12)},
-        "profiled_steps": seen,
+        "kernels_per_step": num_kernels / num_steps,
+        "copies_per_step": {name: count / num_steps for name, count in copies.items()},
+        "calls_per_step": {name: round(count / num_steps, 2) for name, count in calls.most_common(12)},
+        "profiled_steps": num_steps,
     }
+
+
+def kv_bytes(specs: Iterable[KVSpec], itemsize: int, context: float) -> float:
+    """Bytes of keys and values that one row of a step reads: a layer with a window no more than that."""
+    return itemsize * sum(spec.elements_per_token * min(context, spec.window or context) for spec in specs)
 
 
 def measure(
@@ -176,9 +196,8 @@ def measure(
     idle(engine)
     if after["num_running"] != batch or after["num_preemptions"] != preemptions:
         return None
-    kv = 2 * sum(s.num_kv_heads * s.k_head_dim for s in model.kv_specs) * model.dtype.itemsize
     weights = getattr(model, "num_weight_bytes", None) or weight_bytes(model._module)
-    needed = weights + kv * batch * mean_context
+    needed = weights + batch * kv_bytes(model.kv_specs, model.dtype.itemsize, mean_context)
     step_ms = stats["ms_per_step_p50"]
     names = ("steps", "activity_pct", "ms_per_step_p50", "ms_per_step_p99", "num_graphs")
     host = {name: value for name, value in stats.items() if name.startswith("host_us")}
@@ -246,14 +265,16 @@ def ratios(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = make_parser("decode", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "llama-1b", "smollm2-shape"])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[160])
-    parser.add_argument("--batches", nargs="+", type=int, default=[32], help="numbers of requests that decode together")
+    parser.add_argument("--contexts", nargs="+", type=positive, default=[160])
+    parser.add_argument(
+        "--batches", nargs="+", type=positive, default=[32], help="numbers of requests that decode together"
+    )
     kinds = [*SAMPLING, *ONE_ROW]
     parser.add_argument("--sampling", nargs="+", choices=kinds, default=["greedy"], help="what requests ask for")
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--profiled-steps", type=int, default=20)
-    parser.add_argument("--depth", type=int)
+    parser.add_argument("--depth", type=positive)
     parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers", "decoder"])
     args = parser.parse_args()
     needs_gpu(parser)

@@ -10,7 +10,7 @@ whole sum, is taken off all of them alike. The LM head and the products that end
 with cuBLAS, the activation is a kernel more.
 
 The kernels are compiled first, in parallel, into Triton's cache on disk. The table is what `kernels/linear.py` reads;
-with `--seconds`, what is not measured by then keeps its entry of before.
+what is not measured, for want of `--seconds` or of a kernel that compiles, keeps its entry of before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,9 @@ class Variant:
         return cls(block_m, config, product.kind, product.n % 16 == 0)
 
 
+Work = tuple[Product, int, list[Config]]  # with a number of rows, and candidates
+
+
 def compile_product(v: Variant) -> None:
     """Run it once on next to nothing: the compiled kernel then lies on disk. In a process of its own."""
     gated, n = v.kind == "gated", v.config.block_n - (0 if v.aligned else 8)
@@ -251,12 +255,36 @@ def table_text(table: Any, depth: int = 0) -> str:
 
 
 def write(path: Path, device: str, cells: list[dict[str, Any]]) -> None:
-    """Put the cells' winners into the table of a file, beside what it has of other shapes, rows and devices."""
+    """Put the cells' winners into the table of a file, beside what it has of other shapes, rows and devices.
+
+    The file is written whole or not at all.
+    """
     table = json.loads(path.read_text()) if path.exists() else {}
     for cell in cells:
         winner = cell["config"] if cell.get("triton_us", math.inf) < cell["cublas_us"] else "cublas"
         table.setdefault(device, {}).setdefault(cell["shape"], {})[str(cell["rows"])] = winner
-    path.write_text(table_text(table) + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text(table_text(table) + "\n")
+    part.replace(path)
+
+
+def what_compiled(work: list[Work], jobs: dict[Variant, Future[None]]) -> list[Work]:
+    """The work with those candidates that compiled. A product all of whose candidates failed is left out, and said:
+    cuBLAS would win without having been compared.
+    """
+    failures = {repr(job.exception())[:200] for job in jobs.values() if not job.cancelled() and job.exception()}
+    for failure in sorted(failures):
+        print(f"  not compiled: {failure}", flush=True)
+    compiled = {v for v, job in jobs.items() if not job.cancelled() and job.exception() is None}
+    found = []
+    for product, block_m, configs in work:
+        ready = [config for config in configs if Variant.of(product, block_m, config) in compiled]
+        if ready or not configs:
+            found.append((product, block_m, ready))
+        else:
+            print(f"  {product.key}, {block_m} rows left out: none of its kernels compiled", flush=True)
+    print(f"{len(compiled)} of {len(jobs)} kernels compiled", flush=True)
+    return found
 
 
 def main() -> None:
@@ -281,20 +309,20 @@ def main() -> None:
     others = [pool.submit(compile_reader, *reader) for reader in readers]
     concurrent.futures.wait([*jobs.values(), *others], timeout=deadline - time.monotonic())
     pool.shutdown(wait=True, cancel_futures=True)  # nothing else may run on the card from here on
-    compiled = {v for v, job in jobs.items() if not job.cancelled() and job.exception() is None}
+    ready = what_compiled(work, jobs)
 
     bandwidth = read_bandwidth()
     bench = Bench(max(p.num_copies * p.num_bytes for p in wanted))
     print(f"{properties.name}: reads {bandwidth / 1e12:.2f} TB/s (sum over 2 GiB)")
-    print(f"{len(compiled)} of {len(jobs)} kernels compiled, {deadline - time.monotonic():.0f} s left", flush=True)
+    print(f"{deadline - time.monotonic():.0f} s left", flush=True)
 
     cells: list[dict[str, Any]] = []
     report = {"device": properties.name, "read_tb_per_s": bandwidth / 1e12, "triton": triton.__version__}
-    for product, block_m, configs in work:
+    for product, block_m, configs in ready:
         if time.monotonic() > deadline:
             print(f"stopped after {arguments.seconds:.0f} s: {len(work) - len(cells)} of {len(work)} not measured")
             break
-        cells.append(bench.cell(product, block_m, [c for c in configs if Variant.of(product, block_m, c) in compiled]))
+        cells.append(bench.cell(product, block_m, configs))
         print(line(product, cells[-1], bandwidth), flush=True)
         save(arguments.json, report | {"torch": torch.__version__, "products": cells})
         if arguments.write:

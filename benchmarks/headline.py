@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import make_parser, needs_gpu, positive, save
 from cbatch.bench import environment, random_prompts, run_throughput, warm_up
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
@@ -22,9 +22,9 @@ from cbatch.sampling_params import SamplingParams
 def main() -> None:
     parser = make_parser("headline", __doc__)
     parser.add_argument("--model", default="llama-8b")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=8192)
+    parser.add_argument("--num-requests", type=positive, default=32)
+    parser.add_argument("--input-len", type=positive, default=128)
+    parser.add_argument("--output-len", type=positive, default=8192)
     parser.add_argument("--schedules", nargs="+", default=["async", "sync"])
     args = parser.parse_args()
     needs_gpu(parser)
@@ -39,7 +39,10 @@ def main() -> None:
             model, schedule=schedule, max_num_seqs=args.num_requests, max_model_len=length
         ) as engine:
             warm_up(engine, prompts)
-            figures = run_throughput(engine, prompts, params).figures
+            result = run_throughput(engine, prompts, params)
+        if result.first_error is not None:  # fewer requests are another work
+            raise result.first_error
+        figures = result.figures
         report["runs"].append(figures)
         save(args.json, report)
         print(

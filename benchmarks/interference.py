@@ -14,12 +14,13 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import above_zero, make_parser, needs_gpu, positive, save
 from benchmarks.decode import wait_until
 from cbatch import AsyncLLM
 from cbatch.bench import environment, random_prompts
@@ -155,8 +156,8 @@ def main() -> None:
     parser = make_parser("interference", __doc__)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--depth", type=int)
+    parser.add_argument("--seconds", type=above_zero, default=6.0)
+    parser.add_argument("--depth", type=positive)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
     needs_gpu(parser)
@@ -173,6 +174,8 @@ def main() -> None:
             figures = consume(llm, random_prompts(count, 64, model.vocab_size, 0), params, args.seconds)
         finally:
             llm.close()
+        if figures["num_running"] != count:
+            sys.exit(f"{name}: {figures['num_running']} of {count} requests decoded to the end: fewer --seconds")
         report["cases"][name] = {"num_requests": count, "depth": llm.engine.config.depth, **figures}
         print(
             f"{name:22} {count:3} requests  activity {figures['activity_pct']:6.2f}%  "

@@ -7,9 +7,10 @@
 
 A shape is one of those that ship (random weights), a folder (its weights) or a config file (random weights; one that
 is called config.json is known by its folder). Greedy; the stop check of each rung runs, with a stop token that never
-comes. Seconds are from the call to the last token of ``generate``, prompt included, the fastest of up to three runs
-after a warm-up; no more are begun after a second, so what takes longer is measured once. ``first_s`` is the very first
-run, of the most tokens, with whatever it compiles or plans; ``ready_s`` is that and all before it.
+comes; the engine, whose random weights are its own, has none. Seconds are from the call to the last token of
+``generate``, prompt included (the engine has no prefix cache), the fastest of up to three runs after a warm-up; no more
+are begun after a second, so what takes longer is measured once. ``first_s`` is the very first run, of the most tokens,
+with whatever it compiles or plans; ``ready_s`` is that and all before it.
 
 ``activity_pct`` is measured alike for all rungs, in a run of its own of 32 tokens: the union of the intervals of
 kernels and copies that the CUDA profiler (CUPTI) records, over the time from the first to the last. ``peak_mib`` is the
@@ -42,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import busy_share, device_intervals, make_parser, needs_gpu, save
+from benchmarks.common import busy_share, device_intervals, make_parser, needs_gpu, positive, save
 
 MIB = 1 << 20
 EXPANDABLE = "expandable_segments:True"
@@ -197,6 +198,7 @@ def engine(bench: Bench, batch: int, new_tokens: int) -> Iterator[Run]:
     options: dict[str, Any] = {"max_num_seqs": batch, "max_model_len": length}
     options["num_blocks"] = batch * (-(-length // 64) + 1) + 1
     options["max_num_batched_tokens"] = max(256, batch * bench.input_len)
+    options["enable_prefix_caching"] = False  # the other rungs compute the prompts in each run
     options |= {"device": str(bench.device), "dtype": bench.dtype}
     if not os.path.isdir(bench.shape):
         options["load_format"] = "dummy"
@@ -505,12 +507,6 @@ def plot(runs: list[dict[str, Any]], out: Path) -> None:
     pyplot.close(figure)
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
 def _seconds(text: str) -> float:
     if not (value := float(text)) >= 0:
         raise argparse.ArgumentTypeError(f"{value} is no number of seconds")
@@ -549,10 +545,10 @@ def check_shapes(parser: argparse.ArgumentParser, shapes: list[str]) -> None:
 def main() -> None:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--shapes", nargs="+", default=["gpt2-shape"], help="shapes, folders or config files")
-    parser.add_argument("--batches", nargs="+", type=_positive, help="rows (1 8 32; other shapes: 1)")
-    parser.add_argument("--new-tokens", nargs="+", type=_positive, help="tokens a row (50 100 200 400; others: 200)")
+    parser.add_argument("--batches", nargs="+", type=positive, help="rows (1 8 32; other shapes: 1)")
+    parser.add_argument("--new-tokens", nargs="+", type=positive, help="tokens a row (50 100 200 400; others: 200)")
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, help="(all; other shapes: those from StaticCache on)")
-    parser.add_argument("--input-len", type=_positive, default=32, help="tokens of each prompt")
+    parser.add_argument("--input-len", type=positive, default=32, help="tokens of each prompt")
     parser.add_argument("--seconds", type=_seconds, default=float("inf"), help="leave out what begins later")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; float32 on the CPU)")

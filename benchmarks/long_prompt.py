@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from typing import Any
 
 from benchmarks.clients import milliseconds, send
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import above_zero, make_parser, needs_gpu, positive, save
 from cbatch.bench import environment, random_prompts, warm_up
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
@@ -37,6 +38,9 @@ async def measure(
     readers = [asyncio.create_task(stream.read()) for stream in streams]
     while not all(stream.times for stream in streams):
         await asyncio.sleep(0.01)
+        for reader in readers:
+            if reader.done():
+                await reader  # raises what ended it, for which the others would wait for ever
     begin = time.perf_counter()
     await asyncio.sleep(seconds)
     end = time.perf_counter()
@@ -58,6 +62,8 @@ async def measure(
         **milliseconds("itl_undisturbed", gaps(begin, end)),
         **milliseconds("itl_disturbed", gaps(beside.sent, beside.times[0])),
     }
+    if figures["itl_undisturbed_ms_p99"] is None or figures["itl_disturbed_ms_p99"] is None:
+        sys.exit("no token came in one of the windows: more --seconds, or a larger --prompt-len")
     figures["ttft_ratio"] = figures["ttft_beside_s"] / figures["ttft_alone_s"]
     figures["itl_p99_ratio"] = figures["itl_disturbed_ms_p99"] / figures["itl_undisturbed_ms_p99"]
     return figures
@@ -66,11 +72,11 @@ async def measure(
 def main() -> None:
     parser = make_parser("long_prompt", __doc__)
     parser.add_argument("--shape", default="llama-8b", help="or the path of a config file")
-    parser.add_argument("--num-running", type=int, default=32)
-    parser.add_argument("--prompt-len", type=int, default=100_000)
-    parser.add_argument("--short-len", type=int, default=128, help="prompts of those that run beside it")
-    parser.add_argument("--most-tokens", type=int, default=20_000, help="new tokens of those, more than they need")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of the undisturbed window")
+    parser.add_argument("--num-running", type=positive, default=32)
+    parser.add_argument("--prompt-len", type=positive, default=100_000)
+    parser.add_argument("--short-len", type=positive, default=128, help="prompts of those that run beside it")
+    parser.add_argument("--most-tokens", type=positive, default=20_000, help="new tokens of those, more than they need")
+    parser.add_argument("--seconds", type=above_zero, default=3.0, help="of the undisturbed window")
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--itl-target-ms", type=float, default=12.0, help="of the engine; 0: none")
     parser.add_argument("--device", default="cuda")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.common import make_parser, matrix_rate, needs_gpu, save
+from benchmarks.common import make_parser, matrix_rate, needs_gpu, positive, save
 from cbatch.bench import environment, random_prompts, run_throughput
 from cbatch.engine import Engine
 from cbatch.models.decoder import Decoder
@@ -42,10 +42,10 @@ def count_operations(model: Decoder, num_prompts: int, length: int) -> dict[str,
 def main() -> None:
     parser = make_parser("prefill", __doc__)
     parser.add_argument("--shape", default="llama-8b", help="or the path of a config file")
-    parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--input-len", type=int, default=4096)
+    parser.add_argument("--num-prompts", type=positive, default=16)
+    parser.add_argument("--input-len", type=positive, default=4096)
     parser.add_argument("--max-num-batched-tokens", nargs="+", type=int, default=[None], help="one engine for each")
-    parser.add_argument("--repeat", type=int, default=3, help="timed passes over all prompts; the median counts")
+    parser.add_argument("--repeat", type=positive, default=3, help="timed passes over all prompts; the median counts")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)

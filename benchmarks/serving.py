@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clients import at_their_times, milliseconds
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import above_zero, make_parser, needs_gpu, positive, save
 from benchmarks.traffic import read_lengths
 from cbatch.bench import environment, random_prompts, warm_up
 from cbatch.engine import Engine
@@ -60,8 +60,10 @@ def serve(engine: Engine, lengths: list[tuple[int, int]], rate: float, seed: int
 def main() -> None:
     parser = make_parser("serving", __doc__)
     parser.add_argument("--shape", default="llama-8b", help="or the path of a config file")
-    parser.add_argument("--rates", nargs="+", type=float, default=[20.0], help="requests a second; one pass for each")
-    parser.add_argument("--limit", type=int, help="only the first so many requests")
+    parser.add_argument(
+        "--rates", nargs="+", type=above_zero, default=[20.0], help="requests a second; one pass for each"
+    )
+    parser.add_argument("--limit", type=positive, help="only the first so many requests")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--itl-target-ms", type=float, help="of the engine")

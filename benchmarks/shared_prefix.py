@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import make_parser, needs_gpu, positive, save
 from cbatch.bench import environment, random_prompts, run_throughput, warm_up
 from cbatch.engine import Engine
 from cbatch.models.loader import load_model
@@ -35,11 +35,11 @@ def make_prompts(num_requests: int, num_groups: int, prefix_len: int, own_len: i
 def main() -> None:
     parser = make_parser("shared_prefix", __doc__)
     parser.add_argument("--shape", default="llama-8b", help="or the path of a config file")
-    parser.add_argument("--num-requests", type=int, default=1000)
-    parser.add_argument("--num-groups", type=int, default=64)
-    parser.add_argument("--prefix-len", type=int, default=1024)
-    parser.add_argument("--own-len", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--num-requests", type=positive, default=1000)
+    parser.add_argument("--num-groups", type=positive, default=64)
+    parser.add_argument("--prefix-len", type=positive, default=1024)
+    parser.add_argument("--own-len", type=positive, default=64)
+    parser.add_argument("--output-len", type=positive, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--scheduling-policy", default="fcfs", choices=["fcfs", "longest_prefix"])
     parser.add_argument("--device", default="cuda")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import make_parser, needs_gpu, positive, save
 from cbatch.bench import environment, run_throughput, warm_up
 from cbatch.engine import Engine
 from cbatch.models.base import Model
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", nargs="+", type=int, default=[None], help="one engine for each")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--limit", type=int, help="only the first so many requests")
+    parser.add_argument("--repeat", type=positive, default=1)
+    parser.add_argument("--limit", type=positive, help="only the first so many requests")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     needs_gpu(parser, args.device)

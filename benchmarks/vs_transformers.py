@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from benchmarks.common import make_parser, needs_gpu, save
+from benchmarks.common import make_parser, needs_gpu, positive, save
 from cbatch import Engine, SamplingParams
 from cbatch.bench import environment, run_throughput, warm_up
 from cbatch.models.demo import NAME, ensure_demo_model
@@ -70,9 +70,9 @@ def main() -> int:
     parser.add_argument("--model", default=NAME, help="alias, folder or hub name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-requests", type=positive, default=32)
+    parser.add_argument("--output-len", type=positive, default=64)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--schedule", default="async", choices=["async", "sync"])
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--same-module", action="store_true", help="cbatch runs transformers' module, not its decoder")

@@ -148,7 +148,7 @@ def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 def _rates(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     num_in = sum(len(output.prompt_token_ids) for output in outputs)
-    num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_out = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     starts = [output.metrics.arrival_time for output in outputs if output.metrics.arrival_time is not None]
     ends = [output.metrics.finished_time for output in outputs if output.metrics.finished_time is not None]
     seconds = max(ends) - min(starts) if starts and ends else 0.0
@@ -167,10 +167,13 @@ def _rates(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def _latencies(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
-    """Time to first token, from submission, and per output token after it, in ms; None where nothing tells."""
+    """Time to first token, from submission, and per output token after it, in ms; None where nothing tells.
+
+    Of several answers, which come side by side, the longest counts.
+    """
     first, per_token = [], []
     for output in outputs:
-        times, num_out = output.metrics, len(output.outputs[0].token_ids)
+        times, num_out = output.metrics, max(len(answer.token_ids) for answer in output.outputs)
         if times.arrival_time is None or times.first_token_time is None:
             continue
         first.append((times.first_token_time - times.arrival_time) * 1e3)

@@ -241,7 +241,7 @@ def throughput(
     num_requests: Annotated[
         int | None, typer.Option(min=1, help="How many; 32, or as many as the file has, when left out.")
     ] = None,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 128,
+    input_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each random prompt: 128 if left out.")] = None,
     output_len: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 64,
     prompts: Annotated[
         Path | None,
@@ -276,12 +276,18 @@ def throughput(
         Path | None,
         typer.Option(dir_okay=False, help="Draw steps of decoding on this page, FILE.html; FILE.trace.json beside it."),
     ] = None,
-    timeline_steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 24,
+    timeline_steps: Annotated[int | None, typer.Option(min=1, help="How many steps: 24 if left out.")] = None,
 ) -> None:
     """Submit many requests at once and measure."""
     from cbatch.bench import environment, random_prompts, run_throughput, warm_up
     from cbatch.sampling_params import SamplingParams
 
+    if chat and prompts is None:
+        raise ConfigError("--chat without --prompts: random ones are no messages")
+    if input_len is not None and prompts is not None:
+        raise ConfigError("--input-len with --prompts: it is the length of random ones")
+    if timeline_steps is not None and timeline is None:
+        raise ConfigError("--timeline-steps without --timeline")
     _check_writable(json_file, timeline)
     options = {
         "device": device,
@@ -311,19 +317,19 @@ def throughput(
     timelines: list[Timeline] = []
     loaded: Any = model
     for name in names:
-        options["depth"] = depth if name == "async" else None
+        options["depth"] = None if schedule is Schedule.both and name == "sync" else depth
         with _engine(loaded, schedule=name, **options) as engine:
             loaded = engine.model  # loaded once for both
             options["load_format"] = "auto"
             if not runs:
                 if given is None:
-                    encoded = random_prompts(num_requests or 32, input_len, engine.model.vocab_size, seed)
+                    encoded = random_prompts(num_requests or 32, input_len or 128, engine.model.vocab_size, seed)
                 else:
                     encoded = _encode(engine, [_message(prompt) if chat else prompt for prompt in given])
                     count = num_requests or len(encoded)
                     encoded = [encoded[i % len(encoded)] for i in range(count)]
             warm_up(engine, encoded)
-            steps = timeline_steps if timeline is not None else 0
+            steps = (timeline_steps or 24) if timeline is not None else 0
             result = run_throughput(engine, encoded, params, progress=f"schedule={name}", timeline_steps=steps)
             runs.append(result.figures)
             facts = environment(engine.config.device or "cpu")

@@ -1,15 +1,20 @@
 """Benchmarks have a command line on any machine, say in one line what they lack, and run on the CPU where they can."""
 
+import asyncio
 import importlib
 import json
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import decode
+from benchmarks import clients, decode
+from cbatch.errors import EngineDeadError
 from cbatch.models.loader import load_model
+from cbatch.scheduler.kv_spec import KVSpec
 from tests.models.families import FAMILIES
 
 FOLDER = Path(decode.__file__).parent
@@ -71,6 +76,41 @@ def test_without_a_gpu_one_line_says_so(run, capsys, name):
     assert said.err == f"python -m benchmarks.{name}: needs a CUDA GPU, and torch finds none here\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        *(("prefill", "--repeat", 0), ("vs_transformers", "--rounds", 0), ("traffic", "--limit", 0)),
+        *(("serving", "--rates", 0), ("serving", "--rates", "inf"), ("long_prompt", "--seconds", 0)),
+        *(("decode", "--steps", 0), ("shared_prefix", "--num-groups", -1), ("headline", "--num-requests", "many")),
+    ],
+)
+def test_what_leaves_nothing_to_measure_is_said_at_once(run, capsys, name, option, value):
+    """The engine ran first, in some for minutes; then came an IndexError, or a division by zero."""
+    with pytest.raises(SystemExit) as end:
+        run(name, option, value)
+    assert end.value.code == 2
+    assert f"error: argument {option}: " in capsys.readouterr().err
+
+
+def test_the_headline_is_of_all_requests_or_none(run, monkeypatch):
+    """Those that failed were left out of its tokens, and nothing was said."""
+    from benchmarks import headline
+
+    model = SimpleNamespace(vocab_size=101)
+    failed = SimpleNamespace(figures={}, first_error=EngineDeadError("the device failed"))
+    for name, stub in (
+        ("needs_gpu", lambda parser: None),
+        ("environment", lambda device: {}),
+        ("load_model", lambda *_, **__: model),
+        ("Engine", SimpleNamespace(from_model=lambda *_, **__: nullcontext())),
+        ("warm_up", lambda *_: None),
+        ("run_throughput", lambda *_: failed),
+    ):
+        monkeypatch.setattr(headline, name, stub)
+    with pytest.raises(EngineDeadError):
+        run("headline", "--num-requests", 2)
+
+
 def test_traffic_gives_every_request_its_tokens(run, capsys, tiny, tmp_path):
     file = tmp_path / "traffic.json"
     run("traffic", "--shapes", tiny, "--device", "cpu", "--limit", 4, "--json", file)
@@ -121,6 +161,36 @@ def test_one_row_of_a_batch_of_decode_waits_for_the_host(tiny, kind):
     args = Namespace(sampling=[kind], batches=[3], contexts=[40], steps=10, profiled_steps=0, depth=None)
     (run,) = decode.windows(model, "async", args, bandwidth=1e10)
     assert (run["num_requests"], run["sampling"]) == (3, kind)
+
+
+def event(name, start, on_device=True):
+    kind = "DeviceType.CUDA" if on_device else "DeviceType.CPU"
+    return SimpleNamespace(name=lambda: name, start_ns=lambda: start, device_type=lambda: kind)
+
+
+def test_launches_are_counted_over_whole_steps():
+    """The profiler went on behind the steps that were waited for, and all that it saw was divided by those: one graph
+    of 264 kernels had 277 a step."""
+    landing = "Memcpy DtoH (Device -> Pinned)"
+    events = [event("the graph before, its end", 5), event(landing, 2)]
+    for begin in range(10, 90, 10):  # of eight steps; the first and the last are there in part
+        own = [event(f"kernel {i}", begin + i) for i in range(3)] + [event("Memcpy HtoD (Pinned -> Device)", begin + 1)]
+        own += [event(landing, begin + 5), event("cudaGraphLaunch", begin, on_device=False)]
+        events += own[1:] if begin == 10 else own[:2] if begin == 80 else own
+    found = decode.launches(reversed(events))
+    assert found["profiled_steps"] == 6
+    assert found["kernels_per_step"] == 3
+    assert found["copies_per_step"] == {"Memcpy HtoD (Pinned -> Device)": 1, landing: 1}
+    assert found["calls_per_step"] == {"cudaGraphLaunch": 1}
+    assert decode.launches(events[:2]) == decode.launches([]) == {}
+
+
+def test_the_roofline_reads_no_more_of_a_layer_than_its_window():
+    """A model with windows came closer to the roofline than it is, past 100% at long contexts; and the values of one
+    whose heads are smaller than those of its keys were counted as large as these."""
+    specs = [KVSpec(2, 16, 16), KVSpec(2, 16, 16, window=100), KVSpec(1, 24, 8)]
+    assert decode.kv_bytes(specs, 2, 50.0) == 2 * 50 * (64 + 64 + 32)
+    assert decode.kv_bytes(specs, 2, 1000.0) == 2 * (1000 * 64 + 100 * 64 + 1000 * 32)
 
 
 def test_the_ratio_of_n_plus_1_to_n_is_of_the_same_schedule_and_context():
@@ -183,6 +253,42 @@ def test_a_long_prompt_is_measured_alone_and_beside(run, tiny, tmp_path):
     assert report["steps_beside"] >= 3  # 256 tokens a step
     assert report["ttft_ratio"] == report["ttft_beside_s"] / report["ttft_alone_s"]
     assert report["itl_disturbed_ms_p99"] > 0 and report["itl_undisturbed_ms_p99"] > 0
+
+
+def test_interference_is_measured_while_all_decode_or_not_at_all(run, monkeypatch, tmp_path):
+    """With more seconds than the requests have tokens, the figures of the last few, or of none, stood for 32."""
+    from benchmarks import interference
+
+    llm = SimpleNamespace(close=lambda: None, engine=None)
+    model = SimpleNamespace(vocab_size=101)
+    for name, stub in (
+        ("needs_gpu", lambda parser: None),
+        ("environment", lambda device: {}),
+        ("load_model", lambda *_, **__: model),
+        ("load_tokenizer", lambda folder: []),
+        ("AsyncLLM", lambda *_, **__: llm),
+        ("CASES", {"nobody": (lambda *_: {"num_running": 31}, 32)}),
+    ):
+        monkeypatch.setattr(interference, name, stub)
+    file = tmp_path / "x.json"
+    with pytest.raises(SystemExit, match="31 of 32 requests decoded to the end"):
+        run("interference", "--tokenizer", "x", "--cases", "nobody", "--json", file)
+    assert not file.exists()
+
+
+def test_a_long_prompt_beside_requests_that_fail_is_not_waited_for():
+    """It waited for their first tokens for ever."""
+    from benchmarks import long_prompt
+
+    async def read(self):
+        if self.handle == "alone":
+            return self
+        raise EngineDeadError("the device failed")
+
+    engine = SimpleNamespace(submit=lambda prompt, params: "alone" if params.max_tokens == 1 else "short")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(EngineDeadError):
+        patched.setattr(clients.Stream, "read", read)
+        asyncio.run(asyncio.wait_for(long_prompt.measure(engine, [[1], [2]], [[3]], 0.1, 5), timeout=5))
 
 
 LADDER = ["--device", "cpu", "--batches", 1, 2, "--new-tokens", 3, 6, "--input-len", 5]
@@ -274,6 +380,27 @@ def test_the_ladder_goes_past_the_rung_that_the_cpu_has_not(run, capsys, tiny):
     """``--device cpu`` without ``--rungs`` ended in an error in the middle of the ladder."""
     run("ladder", "--shapes", tiny, *LADDER, "--rungs", "graphs")
     assert capsys.readouterr().out.startswith("graphs: left out, there are no CUDA graphs on the CPU")
+
+
+def test_the_engine_computes_its_prompts_in_every_run_of_the_ladder(tiny, monkeypatch):
+    """From two blocks on, it had them in its prefix cache from the warm-up, and the other rungs computed theirs."""
+    import cbatch
+    from benchmarks import ladder
+
+    made = []
+
+    class Kept(cbatch.LLM):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(cbatch, "LLM", Kept)
+    bench = ladder.Bench(tiny, torch.device("cpu"), torch.float32, 150, float("inf"))
+    with ladder.engine(bench, 2, 4) as run:
+        first, second = (run(bench.prompts(2), 4) for _ in range(2))
+        stats = made[0].engine.stats()
+    assert first == second
+    assert (stats["num_asked_tokens"], stats["num_hit_tokens"]) == (2 * 2 * 150, 0)
 
 
 def test_what_compiles_on_the_cpu_is_not_timed(tiny, monkeypatch):

@@ -18,7 +18,7 @@ _NEUTRAL = NEUTRAL | {
     "renormalize_logits": False,
     "max_time": None,
 }
-_NEUTRAL_SAMPLING = NEUTRAL_SAMPLING | {"min_p": None}
+_NEUTRAL_SAMPLING = NEUTRAL_SAMPLING | {"min_p": 0.0}
 _NEW_TOKENS, _TOP_K = 20, 50  # where neither the call nor the model says: transformers' own defaults
 _COLDEST = 1e-30  # a logit divided by less may be no float32 any more, and then every token is token 0
 
@@ -87,7 +87,7 @@ def resolve(
         temperature, top_k, top_p = 1.0, 0, 1.0
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
         value = getattr(generation_config, name, None)
-        if value is not None and value != neutral:
+        if value not in (None, neutral, []):
             raise InvalidRequestError(
                 f"the model's generation_config asks for {name}={value!r}, which is not supported here: set it to "
                 f"{neutral!r} in model.generation_config"

@@ -39,6 +39,15 @@ def test_figures_of_a_run(schedule):
     json.dumps(figures, allow_nan=False)
 
 
+def test_tokens_of_every_answer_of_a_request_are_counted():
+    """Those of the first answer alone were: half of what two answers a prompt had."""
+    params = SamplingParams(temperature=1.0, n=2, max_tokens=5, ignore_eos=True)
+    with Engine.from_model(CountingModel(), num_blocks=100, block_size=4) as engine:
+        figures = run_throughput(engine, [[1], [2], [3]], params).figures
+    assert (figures["num_requests"], figures["output_tokens"]) == (3, 30)
+    assert figures["output_tokens_per_s"] == pytest.approx(30 / figures["duration_s"])
+
+
 def test_request_that_fails_is_counted_and_the_others_are_measured():
     with Engine.from_model(CountingModel(max_model_len=16), num_blocks=100, block_size=4) as engine:
         result = run_throughput(engine, [[1], [1] * 16, [2]], PARAMS)

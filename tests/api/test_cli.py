@@ -309,6 +309,11 @@ def test_errors_are_one_line_without_a_traceback(run, tiny_model, arguments, say
         (["chat", "--seed", 2**64], "seed="),
         (["bench", "throughput", "--temperature", "nan"], "temperature=nan"),
         (["bench", "throughput", "--depth", "1"], "depth is 1"),
+        # Each of these was ignored.
+        (["bench", "throughput", "--depth", "3", "--schedule", "sync"], "depth is 3"),
+        (["bench", "throughput", "--chat"], "--chat without --prompts"),
+        (["bench", "throughput", "--input-len", "5", "--prompts", __file__], "--input-len with --prompts"),
+        (["bench", "throughput", "--timeline-steps", "5"], "--timeline-steps without --timeline"),
         (["generate", "hello", "--device", "gpu"], "device is 'gpu'"),
         (["demo", "--device", "cuda:99"], "device is 'cuda:99'"),
     ],

@@ -201,6 +201,10 @@ def test_what_only_the_generation_config_asks_for_is_refused_and_not_ignored(tin
             name = list(options)[-1]
             with pytest.raises(InvalidRequestError, match=f"asks for {name}={options[name]}"):
                 made.generate(ids, mask, 3)
+        for name in ("suppress_tokens", "begin_suppress_tokens", "min_p"):  # which ask for nothing, and were refused
+            model.generation_config = type(before)(do_sample=True, top_k=1, **{name: 0.0 if name == "min_p" else []})
+            got = made.generate(ids, mask, 3)
+            assert got.equal(model.generate(ids, attention_mask=mask, max_new_tokens=3))
         model.generation_config = type(before)(do_sample=True, min_p=0.1)
         assert made.generate(ids, mask, 3, do_sample=False).shape == (3, 12)  # min_p is about sampling only
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from cbatch.interleave import InterleavedGenerator
+from cbatch.interleave import InterleavedGenerator, search
 from cbatch.interleave.options import Choice
 from cbatch.interleave.search import Beams, Tokens, draw, warp
 from tests.interleave.conftest import Make, prompts
@@ -113,3 +114,24 @@ def test_a_search_allocates_nothing_that_moves(device: str) -> None:
             search.choose(torch.randn(search.num_rows, 60, device=device))
         search.reset(5)
         assert all(vars(search)[name] is value for name, value in tensors.items())
+
+
+@pytest.mark.parametrize(("beams", "early_stopping"), [(1, None), (3, True), (3, False), (3, "never")])
+def test_the_same_draws_are_the_same_tokens_as_transformers(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch, beams: int, early_stopping: Any
+) -> None:
+    """Where both draw with one generator, nothing is left to chance: also where fewer tokens have any weight than beam
+    search wants candidates."""
+    model, draws, multinomial = tiny("qwen3"), torch.Generator(), torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: multinomial(p, num_samples, generator=draws))
+    monkeypatch.setattr(search, "draw", lambda scores, count, _: torch.multinomial(scores.softmax(-1), count))
+    made = InterleavedGenerator(model)
+    ids, mask = prompts("cpu")
+    for seed, (top_k, top_p, temperature) in enumerate(product((0, 1, 4), (1.0, 0.6, 1e-6), (0.3, 3.0))):
+        options: dict[str, Any] = {"do_sample": True, "top_k": top_k, "top_p": top_p, "temperature": temperature}
+        options |= {"num_beams": beams, "eos_token_id": list(range(3, 33)), "pad_token_id": 0}
+        options |= {"early_stopping": early_stopping} if beams > 1 else {}
+        draws.manual_seed(seed)
+        got = made.generate(ids, mask, 8, **options)
+        draws.manual_seed(seed)
+        assert got.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, **options)), options

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,6 +225,28 @@ def test_every_entry_that_ships_is_a_kernel():
         for rows, config in entries.items():
             if config is not None:
                 assert config.fits(rows, shape.endswith("gated")) and config.shared_bytes(rows, False) <= 227 * 1024
+
+
+def test_a_product_whose_kernels_did_not_compile_keeps_its_entry(capsys, tmp_path):
+    """A process that compiles died, and with it all jobs of the pool: cuBLAS, compared with nothing, won everywhere."""
+    from benchmarks import gemm_table as g
+
+    product, config = g.products("llama-8b")[0], g.Config(64, 64, 3, 1, 4)
+    done, died = Future(), Future()
+    done.set_result(None)
+    died.set_exception(RuntimeError("a process of the pool ended"))
+    work = [(product, 16, [config]), (product, 32, [config]), (product, 64, [])]
+    jobs = {g.Variant.of(product, 16, config): done, g.Variant.of(product, 32, config): died}
+    assert g.what_compiled(work, jobs) == [work[0], work[2]]
+    said = capsys.readouterr().out
+    assert f"{product.key}, 32 rows left out" in said and "a process of the pool ended" in said
+
+    table = tmp_path / "table.json"
+    cell = {"shape": product.key, "cublas_us": 9.0, "triton_us": 8.0, "config": asdict(config)}
+    g.write(table, "a card", [{**cell, "rows": rows} for rows in (16, 32)])
+    g.write(table, "a card", [{"shape": product.key, "rows": 16, "cublas_us": 7.0, "config": None}])
+    assert json.loads(table.read_text())["a card"][product.key] == {"16": "cublas", "32": asdict(config)}
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_the_table_has_the_shapes_of_the_benchmarked_models(card):
