@@ -288,7 +288,7 @@ class RequestHandle:
         if self._ending.acquire(blocking=False):
             try:
                 with self._lock:
-                    self._end_as(finish_reason, None, error, time.monotonic(), aborted=aborted)
+                    self._end(finish_reason, None, error, time.monotonic(), aborted=aborted, claimed=True)
                     self._wake(wakers)
             except BaseException:  # Ctrl-C
                 if not self.finished:
@@ -308,20 +308,11 @@ class RequestHandle:
         now: float,
         *,
         aborted: bool,
+        claimed: bool = False,
     ) -> None:
-        """End it, with its lock held, unless somebody else is about to."""
-        if self._ending.acquire(blocking=False):
-            self._end_as(finish_reason, stop_reason, error, now, aborted=aborted)
-
-    def _end_as(
-        self,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-        error: CBatchError | None,
-        now: float,
-        *,
-        aborted: bool,
-    ) -> None:
+        """End it, with its lock held, unless somebody else is about to; ``claimed``: ``_ending`` is the caller's."""
+        if not (claimed or self._ending.acquire(blocking=False)):
+            return
         try:
             self._on_end(self, aborted)
         finally:  # Ctrl-C in there
