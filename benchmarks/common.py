@@ -52,9 +52,14 @@ def needs_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
 def save(path: Path | None, report: dict[str, Any]) -> None:
     """Write the report as it is now, whole or not at all: what has been measured stays if the rest fails."""
     if path is not None:
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(report, indent=2) + "\n")
-        part.replace(path)
+        write_whole(path, json.dumps(report, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put the text in the place of the file at once: who is interrupted leaves the old one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def device_intervals(recorded: torch.profiler.profile) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from benchmarks.common import cuda_ms, make_parser, needs_gpu, read_bandwidth, save
+from benchmarks.common import cuda_ms, make_parser, needs_gpu, read_bandwidth, save, write_whole
 from cbatch.kernels import reference
 from cbatch.kernels.activation import act_and_mul, activate
 from cbatch.kernels.linear import Kind, shape_key
@@ -263,9 +263,7 @@ def write(path: Path, device: str, cells: list[dict[str, Any]]) -> None:
     for cell in cells:
         winner = cell["config"] if cell.get("triton_us", math.inf) < cell["cublas_us"] else "cublas"
         table.setdefault(device, {}).setdefault(cell["shape"], {})[str(cell["rows"])] = winner
-    part = path.with_name(path.name + ".part")
-    part.write_text(table_text(table) + "\n")
-    part.replace(path)
+    write_whole(path, table_text(table) + "\n")
 
 
 def what_compiled(work: list[Work], jobs: dict[Variant, Future[None]]) -> list[Work]:

@@ -75,7 +75,7 @@ _MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come 
 
 _log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_building: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+_builders: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,9 +108,9 @@ class Engine:
         groups = group_layers(model.kv_specs)
         backend = suitable_backend(config, model, groups)
         if model.device.type == "cuda":
-            with self._timed("kernels"):
+            with self._building("kernels"):
                 precompile(model, config, groups)
-        with self._timed("memory"):
+        with self._building("memory"):
             self.config = config = replace(config, num_blocks=num_blocks(config, model, groups))
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         self.depth = config.depth
@@ -125,7 +125,7 @@ class Engine:
             policy=config.scheduling_policy,
         )
         max_blocks_per_seq, max_spare_words = self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
-        with self._timed("graphs"):
+        with self._building("graphs"):
             self._executor = Executor(model, config, groups, backend, max_blocks_per_seq, max_spare_words)
         self._buffers, self._lane = self._executor.buffers, self._executor.lane
         self._graph_facts = self._executor.graph_facts()
@@ -160,7 +160,7 @@ class Engine:
         self._delivery = Delivery(model.vocab_size, self._delivery_failed)
         self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}engine", daemon=True)
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
-            with self._timed("interpreter"):
+            with self._building("interpreter"):
                 interpreter.hold()
         self._delivery.start()
         self._thread.start()
@@ -192,10 +192,10 @@ class Engine:
         return engine
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        """One engine a device at a time: who waits for a device on which another captures spoils that, and fails."""
+    def _building(self, part: str) -> Iterator[None]:
+        """Times a part of it, with the device to itself: who waits for one on which another captures spoils that."""
         begin = time.perf_counter()
-        with _building[self.model.device]:
+        with _builders[self.model.device]:
             yield
         self.startup_s[part] = time.perf_counter() - begin
 
@@ -652,7 +652,7 @@ def _forget_engines() -> None:
             for child in handle.children:
                 child.forget(engine._ending())
     _open_engines.clear()
-    _building.clear()
+    _builders.clear()
 
 
 os.register_at_fork(after_in_child=_forget_engines)

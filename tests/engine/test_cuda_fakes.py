@@ -138,7 +138,7 @@ def test_engines_on_one_device_are_built_one_after_the_other() -> None:
 
     def build(number: int, device: torch.device) -> None:
         half: Any = SimpleNamespace(model=SimpleNamespace(device=device), startup_s={})
-        with Engine._timed(half, "graphs"):
+        with Engine._building(half, "graphs"):
             entered.append(number)
             assert go.wait(10)
 
