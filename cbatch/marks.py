@@ -17,6 +17,8 @@ Interval = tuple[float, float]  # seconds of time.perf_counter
 
 
 class Marks(Protocol):
+    uncertainty_s: float  # how far all the times of ``intervals`` may lie off the host's clock, together
+
     def intervals(self) -> tuple[Interval, Interval, Interval]:
         """When the step was copied in, computed and copied out. Valid once it has landed."""
 
@@ -24,6 +26,7 @@ class Marks(Protocol):
 class CpuMarks:
     """The worker's own clock readings."""
 
+    uncertainty_s = 0.0
     times: tuple[float, float, float, float]  # start, copied in, computed, copied out
 
     def intervals(self) -> tuple[Interval, Interval, Interval]:
@@ -40,6 +43,7 @@ class CudaMarks:
 
     def __init__(self, clock: CudaClock) -> None:
         self._clock = clock
+        self.uncertainty_s = clock.uncertainty_s
         self.h2d, self.compute, self.d2h = (
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(3)
         )

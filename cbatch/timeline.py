@@ -127,7 +127,11 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start_us)
 
     def summary(self) -> dict[str, float]:
-        """Of this window alone: the share of it that the device computed, and the times of a step."""
+        """Of this window alone: the share of it that the device computed, and the times of a step.
+
+        The device's lanes may lie up to ``clock_uncertainty_us`` off the host's, all by the same: where other processes
+        use the device, its clock is not read at once.
+        """
         lanes = {lane: [span for span in self.spans if span.lane == lane] for lane in LANES}
         compute = lanes["compute"]
         if not compute:
@@ -142,6 +146,7 @@ class Timeline:
             "compute_us_mean": busy / len(whole),
             "plan_us_p50": median(span.end_us - span.start_us for span in lanes["CPU plan"]),
             "land_us_p50": median(span.end_us - span.start_us for span in lanes["CPU land"]),
+            "clock_uncertainty_us": self._steps[0].marks.uncertainty_s * 1e6,
         }
 
     def write_html(self, path: str | PathLike[str]) -> None:

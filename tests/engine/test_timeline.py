@@ -213,7 +213,9 @@ def test_streams_are_brought_to_the_hosts_clock(counting_engine: Start, options:
     timeline = record(engine, 30)
     assert timeline.wait(30)
     lanes = by_step(timeline)
-    check_order(lanes, slack_us=100.0)
+    # Beside 13 processes that share the device it was 690 us and the window said nothing of it.
+    slack_us = 100.0 + timeline.summary()["clock_uncertainty_us"]
+    check_order(lanes, slack_us)
     end = max(span.end_us for span in lanes["CPU land"])
-    assert all(-100.0 <= span.start_us <= span.end_us <= end + 100.0 for span in timeline.spans)
+    assert all(-slack_us <= span.start_us <= span.end_us <= end + slack_us for span in timeline.spans)
     assert 0 < timeline.summary()["activity_pct"] <= 100
