@@ -124,7 +124,8 @@ class Engine:
             has_tokenizer=tokenizer is not None,
             policy=config.scheduling_policy,
         )
-        max_blocks_per_seq, max_spare_words = self.scheduler.tables.max_blocks_per_seq, self.scheduler.num_spare_words
+        max_blocks_per_seq = self.scheduler.slot_tables.max_blocks_per_seq
+        max_spare_words = self.scheduler.num_spare_words
         with self._building("graphs"):
             self._executor = Executor(model, config, groups, backend, max_blocks_per_seq, max_spare_words)
         self._buffers, self._lane = self._executor.buffers, self._executor.lane

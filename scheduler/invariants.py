@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def check(scheduler: Scheduler) -> None:
     """Assert that slots, blocks, references and prefixes add up."""
-    running = np.flatnonzero(scheduler.tables.epoch).tolist()
+    running = np.flatnonzero(scheduler.slot_tables.epoch).tolist()
     _check_slots(scheduler, running)
     _check_queue(scheduler)
     _check_blocks(scheduler, running)
@@ -26,7 +26,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 def _check_slots(scheduler: Scheduler, running: list[int]) -> None:
-    t, tables, size = scheduler.tables, scheduler.block_tables, scheduler.block_size
+    t, tables, size = scheduler.slot_tables, scheduler.block_tables, scheduler.block_size
     assert sorted([*scheduler._free_slots, *running]) == list(range(t.max_num_seqs)), "slots do not add up"
     assert t.epoch[t.dummy_slot] == 0 and not t.decoding[t.dummy_slot], "the dummy slot runs"
     assert len(set(t.epoch[running].tolist())) == len(running), "two slots share an epoch"
@@ -84,12 +84,12 @@ def _check_blocks(scheduler: Scheduler, running: list[int]) -> None:
     assert blocks.published[blocks.cached_blocks()].all(), "a cached block is not published"
     np.subtract.at(counts, tables.copied_blocks(), 1)
     for slot in running:
-        own = tables.tables[:, slot, int(scheduler.tables.num_computed[slot]) // scheduler.block_size :]
+        own = tables.tables[:, slot, int(scheduler.slot_tables.num_computed[slot]) // scheduler.block_size :]
         assert (counts[own[own != DUMMY_BLOCK]] == 1).all(), "a block that is still written is shared"
 
 
 def _check_prefixes(scheduler: Scheduler, cache: PrefixCache, running: list[int]) -> None:
-    t, tables, blocks, size = scheduler.tables, scheduler.block_tables, scheduler.blocks, scheduler.block_size
+    t, tables, blocks, size = scheduler.slot_tables, scheduler.block_tables, scheduler.blocks, scheduler.block_size
     nodes = cache.nodes()
     links = Counter(node.parent for node in nodes)
     owned = {}

@@ -83,8 +83,8 @@ class Scheduler:
             )
         self.policy = policy
         self.blocks = BlockManager(num_blocks, block_size)
-        self.tables = SlotTables(max_num_seqs, max_model_len, block_size)
-        self.block_tables = BlockTables(self.blocks, max_num_seqs, self.tables.max_blocks_per_seq, windows)
+        self.slot_tables = SlotTables(max_num_seqs, max_model_len, block_size)
+        self.block_tables = BlockTables(self.blocks, max_num_seqs, self.slot_tables.max_blocks_per_seq, windows)
         self.prefix_cache = PrefixCache(self.blocks, windows) if prefix_caching else None
         self.swap = SwapSpace(num_host_blocks) if num_host_blocks else None
         self.block_size = block_size
@@ -100,7 +100,7 @@ class Scheduler:
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
         # Most columns of block tables that sequences start with in one step, so that a slab has room for them.
-        self.max_shared_columns = max(self.tables.max_blocks_per_seq, 4096)
+        self.max_shared_columns = max(self.slot_tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
         self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
         self._is_blocked = False  # in that step: somebody who may start has no room
@@ -135,12 +135,12 @@ class Scheduler:
     def num_spare_words(self) -> int:
         """Most int32 words that a step has behind the layout of its slab."""
         # Cached and forked prefixes, and a few times what a step computes: shared and dropped blocks; and the copies.
-        columns = self.max_num_batched_tokens // self.block_size + self.tables.max_num_seqs
-        return 2 * self.num_groups * (self.max_shared_columns + 5 * columns + self.tables.max_num_seqs)
+        columns = self.max_num_batched_tokens // self.block_size + self.slot_tables.max_num_seqs
+        return 2 * self.num_groups * (self.max_shared_columns + 5 * columns + self.slot_tables.max_num_seqs)
 
     @property
     def num_running(self) -> int:
-        return self.tables.max_num_seqs - len(self._free_slots)
+        return self.slot_tables.max_num_seqs - len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -170,7 +170,7 @@ class Scheduler:
         computed; what goes on into the next block is copied before the next step. At least one token is computed. The
         parent goes on. False, and nothing done, if there is no slot or no room: then ``add`` the child.
         """
-        t, slot, num_tokens = self.tables, parent.slot, len(child.token_ids)
+        t, slot, num_tokens = self.slot_tables, parent.slot, len(child.token_ids)
         assert slot >= 0 and parent.cache_salt == child.cache_salt and num_tokens < child.max_len <= self.max_model_len
         assert self.blocks_for(child.max_len - 1) <= self.blocks.num_usable
         most = min(num_tokens - 1, int(t.num_computed[slot]), int(t.num_landed[slot]))
@@ -191,7 +191,7 @@ class Scheduler:
 
     def unpause(self, sequence: Sequence, token: int) -> None:
         """Let a sequence that has paused, and whose sampled token has landed, go on with another token in its place."""
-        t, slot = self.tables, sequence.slot
+        t, slot = self.slot_tables, sequence.slot
         assert sequence in self._paused and t.num_landed[slot] == t.num_tokens[slot]
         t.tokens[slot, t.num_tokens[slot] - 1] = token
         self._paused.discard(sequence)
@@ -235,15 +235,15 @@ class Scheduler:
         if self.swap is not None:
             for waiting in self._waiting.entries():
                 self.swap.drop(waiting)
-        for slot in np.flatnonzero(self.tables.epoch).tolist():
-            sequence: Sequence = self.tables.sequences[slot]
+        for slot in np.flatnonzero(self.slot_tables.epoch).tolist():
+            sequence: Sequence = self.slot_tables.sequences[slot]
             sequence.node = sequence.pending = None
-            self.tables.publish_at[slot] = NEVER
+            self.slot_tables.publish_at[slot] = NEVER
         self.prefix_cache.reset()
 
     def _take_slot(self, sequence: Sequence, prefix: Node | None, num_computed: int) -> None:
         """Run a sequence in the slot whose block table has what is computed of it, of which ``prefix`` is published."""
-        t, slot = self.tables, self._free_slots.pop()
+        t, slot = self.slot_tables, self._free_slots.pop()
         self._last_epoch += 1
         sequence.slot, sequence.epoch, sequence.status = slot, self._last_epoch, Status.RUNNING
         num_tokens = len(sequence.token_ids)
@@ -268,7 +268,7 @@ class Scheduler:
 
     def _release_slot(self, sequence: Sequence) -> None:
         """Give slot and blocks back. A step in flight may still use them: any reuse is a later step, ordered behind."""
-        t, slot = self.tables, sequence.slot
+        t, slot = self.slot_tables, sequence.slot
         if not t.decoding[slot] and sequence not in self._paused:
             self._prefilling.remove(sequence)
         self._paused.discard(sequence)
@@ -291,7 +291,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
-        t, slot = self.tables, sequence.slot
+        t, slot = self.slot_tables, sequence.slot
         sequence.token_ids = t.tokens[slot, : t.num_landed[slot]].copy()
         self._save(sequence)
         self._release_slot(sequence)
@@ -309,7 +309,7 @@ class Scheduler:
         fork's own copy has not, if it was in no step. What was computed before the cache was reset is not kept.
         """
         slot = sequence.slot
-        num_tokens = min(int(self.tables.num_computed[slot]), len(sequence.token_ids) - 1)
+        num_tokens = min(int(self.slot_tables.num_computed[slot]), len(sequence.token_ids) - 1)
         if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._forked:
             return
         if self.prefix_cache is not None and sequence.node is None:
@@ -322,10 +322,10 @@ class Scheduler:
 
     def _preempt_last(self, after: int = FREE) -> bool:
         """Preempt the running sequence of the last rank, if that is behind ``after``; False if there is none."""
-        slot = int(self.tables.rank.argmax())
-        if self.tables.rank[slot] <= after:
+        slot = int(self.slot_tables.rank.argmax())
+        if self.slot_tables.rank[slot] <= after:
             return False
-        self._preempt(self.tables.sequences[slot])
+        self._preempt(self.slot_tables.sequences[slot])
         return True
 
     # ---- planning
@@ -338,7 +338,7 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         chunks = self._schedule(admitted)
-        slots = self.tables.decoding.nonzero()[0]
+        slots = self.slot_tables.decoding.nonzero()[0]
         if not chunks and not slots.size:
             return None
         return self._write(host_batch, slots, chunks, admitted)
@@ -351,7 +351,7 @@ class Scheduler:
         num_decodes = self._grow_decodes()
         budget = self.max_num_batched_tokens - num_decodes
         if self.pace is not None and num_decodes and (self._prefilling or self.num_waiting):
-            context = int(self.tables.num_computed[self._prefilling[0].slot]) if self._prefilling else 0
+            context = int(self.slot_tables.num_computed[self._prefilling[0].slot]) if self._prefilling else 0
             budget = min(budget, self.pace.tokens(num_decodes, context))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in tuple(self._prefilling):
@@ -367,20 +367,20 @@ class Scheduler:
 
     def _grow_decodes(self) -> int:
         """One more block for each decoding sequence whose blocks are full; preempts until they suffice."""
-        t, tables = self.tables, self.block_tables
+        t, block_tables = self.slot_tables, self.block_tables
         while True:
             slots = t.decoding.nonzero()[0]
-            full = slots[t.num_computed.take(slots) == tables.num_columns.take(slots) * self.block_size]
+            full = slots[t.num_computed.take(slots) == block_tables.num_columns.take(slots) * self.block_size]
             if full.size * self.num_groups <= self.blocks.num_free:
                 break
             self._preempt_last()
         if full.size:
-            tables.extend_each(full)
+            block_tables.extend_each(full)
         return int(slots.size)
 
     def _grow_prefill(self, sequence: Sequence, budget: int) -> int:
         """Blocks for the next chunk of a prefill; the number of its tokens, 0 if it must wait for blocks."""
-        t, slot = self.tables, sequence.slot
+        t, slot = self.slot_tables, sequence.slot
         if sequence.wants_prompt_logits:
             budget = min(budget, self._prompt_logits_left)
         computed, held = int(t.num_computed[slot]), int(self.block_tables.num_columns[slot])
@@ -449,7 +449,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             is_swapped = sequence.swapped is not None
             self._start(sequence, prefix)
-            if is_swapped and (chunks or self.tables.decoding.any()):  # it comes in while others are computed
+            if is_swapped and (chunks or self.slot_tables.decoding.any()):  # it comes in while others are computed
                 self._forked.add(sequence)
                 reserved = None
                 continue
@@ -495,7 +495,7 @@ class Scheduler:
         """Whether some running sequence has a lower priority than the first of those that wait."""
         if self.policy != "priority" or (first := self._waiting.peek(0)) is None:
             return False
-        return bool(self.tables.rank.max() >= (first.priority + 1) << ARRIVAL_BITS)
+        return bool(self.slot_tables.rank.max() >= (first.priority + 1) << ARRIVAL_BITS)
 
     def _by_prefix(self) -> list[Sequence]:
         first = self._waiting.peek(0)
@@ -557,7 +557,7 @@ class Scheduler:
 
     def _outstanding(self, sequence: Sequence) -> int:
         """Blocks that the rest of a running prefill will take."""
-        t, slot = self.tables, sequence.slot
+        t, slot = self.slot_tables, sequence.slot
         num_tokens = int(t.num_tokens[slot])
         chunk = min(num_tokens - int(t.num_computed[slot]), self.max_num_batched_tokens)
         return max(0, self.block_tables.blocks_for(num_tokens, chunk) - self.block_tables.num_held(slot))
@@ -567,8 +567,8 @@ class Scheduler:
         if not self._prefilling:
             return 0
         slots = np.array([sequence.slot for sequence in self._prefilling])
-        computed = self.tables.num_computed.take(slots)
-        last = self.tables.num_tokens.take(slots) - computed == 1  # all at once: beams are many, and ask often
+        computed = self.slot_tables.num_computed.take(slots)
+        last = self.slot_tables.num_tokens.take(slots) - computed == 1  # all at once: beams are many, and ask often
         full = computed == self.block_tables.num_columns.take(slots) * self.block_size
         rest = [sequence for sequence, one in zip(self._prefilling, last.tolist(), strict=True) if not one]
         return int(np.count_nonzero(last & full)) * self.num_groups + sum(map(self._outstanding, rest))
@@ -599,7 +599,7 @@ class Scheduler:
 
         What they hold together with others, and what they hold of the prefix, is not counted as gained.
         """
-        t = self.tables
+        t = self.slot_tables
         lower = np.flatnonzero(t.rank >= (sequence.priority + 1) << ARRIVAL_BITS)
         if not lower.size or lower.size + len(self._free_slots) <= num_kept:
             return False
@@ -618,7 +618,7 @@ class Scheduler:
     def _publish_prompt(self, sequence: Sequence) -> None:
         """Make known the blocks of a prompt that the step completes. Whoever hits them is computed in a later step."""
         node = sequence.node
-        num_complete = int(self.tables.num_computed[sequence.slot]) // self.block_size
+        num_complete = int(self.slot_tables.num_computed[sequence.slot]) // self.block_size
         if node is None or node.depth == num_complete:
             return
         self._withdraw(sequence)
@@ -632,7 +632,7 @@ class Scheduler:
         Where the same prefix is known already, the sequence goes on with the blocks of that, and gives its own back.
         """
         assert self.prefix_cache is not None and sequence.node is not None
-        t, slot, column = self.tables, sequence.slot, sequence.node.depth
+        t, slot, column = self.slot_tables, sequence.slot, sequence.node.depth
         tokens = t.tokens_by_block[slot, column].tobytes()
         own: list[int] = self.block_tables.tables[:, slot, column].tolist()
         node = sequence.node = self.prefix_cache.publish(sequence.node, tokens, sequence.cache_salt, own)
@@ -654,7 +654,7 @@ class Scheduler:
 
     def _announce(self, sequence: Sequence) -> None:
         """Let those with the same prefix wait for the next block that a prefill computes."""
-        t, slot, size = self.tables, sequence.slot, self.block_size
+        t, slot, size = self.slot_tables, sequence.slot, self.block_size
         if self.prefix_cache is None or sequence.node is None or t.decoding[slot] or sequence in self._paused:
             return
         start = sequence.node.depth * size
@@ -678,7 +678,7 @@ class Scheduler:
         admitted: list[Sequence],
     ) -> StepPlan:
         """Fill the views of a step: decode rows in one go, then the prefill chunks. What ends by length is released."""
-        t = self.tables
+        t = self.slot_tables
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
         num_rows = num_decodes + len(chunks)
@@ -734,7 +734,7 @@ class Scheduler:
 
     def _end_prefill(self, slots: NDArray[np.intp]) -> None:
         """All known tokens of them are computed by the written step; from the next on they decode, or pause."""
-        t = self.tables
+        t = self.slot_tables
         for sequence in t.sequences[slots]:
             if sequence.pauses:
                 self._paused.add(sequence)
@@ -745,7 +745,7 @@ class Scheduler:
 
     def _settle(self, slots: NDArray[np.intp], chunks: list[tuple[Sequence, int]]) -> None:
         """Behind a step that has been written: publish the blocks that it completes, drop what no later one sees."""
-        t = self.tables
+        t = self.slot_tables
         for sequence, _ in chunks:
             self._publish_prompt(sequence)
         if self.block_tables.windows:
@@ -757,7 +757,7 @@ class Scheduler:
 
     def land(self, plan: StepPlan, tokens: NDArray[np.int32]) -> Landed:
         """Take in the sampled tokens ``[num_samples]`` of a step, one or more steps after it was planned."""
-        t, slots, live_tokens = self.tables, plan.slots, tokens
+        t, slots, live_tokens = self.slot_tables, plan.slots, tokens
         finished: list[Finish] = []
         keep = None
         stale = (t.epoch.take(slots) != plan.epochs).nonzero()[0]
@@ -789,7 +789,7 @@ class Scheduler:
 
     def _stopped(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> list[int]:
         """Which of the rows have a token that stops their sequence."""
-        t = self.tables
+        t = self.slot_tables
         stopped = t.has_more_stops.take(slots)
         for i in stopped.nonzero()[0].tolist():  # too many to compare with each
             stopped[i] = int(tokens[i]) in t.sequences[slots[i]].stop_token_ids

@@ -181,7 +181,7 @@ def preempt(engine: Engine, probability: float, rng: random.Random) -> None:
     scheduler, plan, times = engine.scheduler, engine.scheduler.plan, Counter[Any]()
 
     def preempting(host_batch: Any) -> Any:
-        for sequence in scheduler.tables.sequences.tolist():
+        for sequence in scheduler.slot_tables.sequences.tolist():
             if sequence is not None and rng.random() < probability and times[sequence] < 6:
                 times[sequence] += 1
                 scheduler._preempt(sequence)

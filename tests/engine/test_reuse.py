@@ -94,7 +94,7 @@ def preempt_often(engine: Engine, times: int = 3) -> None:
 
     def preempting(host_batch: Any) -> Any:
         call = next(calls)
-        for sequence in scheduler.tables.sequences.tolist():
+        for sequence in scheduler.slot_tables.sequences.tolist():
             if sequence is not None and sequence.arrival % 3 == call % 3 and sequence.num_preemptions < times:
                 scheduler._preempt(sequence)
         return plan(host_batch)
@@ -309,7 +309,7 @@ def test_a_fork_goes_on_from_a_copy_of_the_last_block(device: str) -> None:
             step = plan(host_batch)
             if step is not None:
                 copies.append(step.sizes.num_copies)
-                if not parents and step.sequences.size and scheduler.tables.num_landed[step.slots[0]] == 43:
+                if not parents and step.sequences.size and scheduler.slot_tables.num_landed[step.slots[0]] == 43:
                     parents.append(step.sequences[0])
                     scheduler.add = forking  # type: ignore[method-assign]
                     children.append(engine.submit(prompt + answer[:3] + [7], greedy()))

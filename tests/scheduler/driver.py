@@ -76,8 +76,8 @@ class Driver:
     def __post_init__(self) -> None:
         s = self.scheduler
         self.shape = StepShape(s.num_groups, s.block_size, 1)
-        rows = s.tables.max_num_seqs + 1
-        self.tables = np.zeros((s.num_groups, rows, s.tables.max_blocks_per_seq), np.int64)  # the device's copy
+        rows = s.slot_tables.max_num_seqs + 1
+        self.tables = np.zeros((s.num_groups, rows, s.slot_tables.max_blocks_per_seq), np.int64)  # the device's copy
         self.pages = np.full((s.blocks.num_blocks * s.block_size,), NO_KV, np.int64)
         num_host_blocks = s.swap.num_blocks if s.swap is not None else 0
         self.host_pages = np.full((num_host_blocks, s.block_size), NO_KV, np.int64)
@@ -195,7 +195,7 @@ class Driver:
         flat[host.table_index] = host.table_value
         flat[overflow[0]] = overflow[1]
         assert np.array_equal(flat[host.table_index], host.table_value), "an entry has two values"
-        assert not self.tables[:, s.tables.dummy_slot].any()
+        assert not self.tables[:, s.slot_tables.dummy_slot].any()
         for slot, sequence in zip(host.param_slots.tolist(), plan.admitted, strict=False):
             self.owners[slot] = sequence
 
@@ -231,7 +231,7 @@ class Driver:
                 visible.append(tuple(entries.tolist()))
             sampled[i] = next_token(tuple(visible), length)
         self.last_tokens[host.out_slots[: sizes.num_samples]] = sampled
-        assert np.all(host.out_slots[sizes.num_samples :] == s.tables.dummy_slot)
+        assert np.all(host.out_slots[sizes.num_samples :] == s.slot_tables.dummy_slot)
         return sampled
 
     def _place(self, group: int, slot: int, position: Any) -> Any:

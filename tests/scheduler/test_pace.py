@@ -93,7 +93,7 @@ class Simulation:
         """Of one prompt that comes now."""
         sequence, begin = self.add(prompt_len, 2), self.now_ms
         while sequence.num_landed == prompt_len and (
-            sequence.slot < 0 or self.scheduler.tables.num_landed[sequence.slot] == prompt_len
+            sequence.slot < 0 or self.scheduler.slot_tables.num_landed[sequence.slot] == prompt_len
         ):
             self.step()
         return self.now_ms - begin

@@ -115,7 +115,7 @@ def test_important_newcomers_prompt_goes_before_a_long_one_that_is_being_compute
     driver.step()
     high = driver.add([2] * 8, 12)
     driver.step()
-    t = driver.scheduler.tables
+    t = driver.scheduler.slot_tables
     assert t.decoding[high.slot] and t.num_computed[long.slot] == 8
     driver.run()
     assert long.payload.tokens == solo([1] * 50, 52)

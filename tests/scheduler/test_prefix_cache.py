@@ -267,7 +267,7 @@ def test_two_that_compute_the_same_end_with_one_copy() -> None:
         driver.step()
     s = driver.scheduler
     tables = s.block_tables.tables[0, [twin.slot for twin in twins]]
-    complete = min(int(s.tables.num_landed[twin.slot]) - 1 for twin in twins) // 4
+    complete = min(int(s.slot_tables.num_landed[twin.slot]) - 1 for twin in twins) // 4
     assert complete > 4
     assert (tables[:, :complete] == tables[0, :complete]).all()
     driver.run()

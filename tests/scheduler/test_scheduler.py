@@ -104,10 +104,10 @@ def test_request_with_a_thousand_stop_tokens_stops_and_burdens_nobody() -> None:
     """The table of stop tokens was once as wide as the longest list, for every row of every step to come."""
     scheduler = make()
     driver = Driver(scheduler)
-    width = scheduler.tables.stop_ids.shape
+    width = scheduler.slot_tables.stop_ids.shape
     stop = (*range(1000, 2000), solo([3, 1], 30)[6])
     run_all(driver, [([3, 1], 30, stop), ([5, 5], 20, ())])
-    assert scheduler.tables.stop_ids.shape == width
+    assert scheduler.slot_tables.stop_ids.shape == width
 
 
 def test_stop_token_in_the_step_that_also_ends_by_length_is_a_stop() -> None:
@@ -181,7 +181,7 @@ def test_preempted_in_the_middle_of_a_prefill_and_with_a_token_in_flight(depth: 
     preempt = scheduler._preempt
 
     def spy(sequence: Sequence) -> None:
-        slot, t = sequence.slot, scheduler.tables
+        slot, t = sequence.slot, scheduler.slot_tables
         computed, lag = int(t.num_computed[slot]), int(t.num_tokens[slot] - t.num_landed[slot])
         is_prefill = not t.decoding[slot]
         seen.add("prefill" if is_prefill else "in flight" if lag else "landed")

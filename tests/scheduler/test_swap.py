@@ -41,7 +41,7 @@ def test_a_resumed_sequence_computes_its_last_token_and_what_was_in_flight(
 ) -> None:
     driver = swapping(depth, **options)
     sequence = decode(driver, PROMPT, steps)
-    landed = int(driver.scheduler.tables.num_landed[sequence.slot])
+    landed = int(driver.scheduler.slot_tables.num_landed[sequence.slot])
     driver.scheduler._preempt(sequence)
     driver.scheduler.check()
     kept = sequence.swapped_len

@@ -57,7 +57,7 @@ def test_long_sequence_holds_only_what_its_windows_show() -> None:
     driver._compute = lambda plan: np.full(plan.sizes.num_samples, 5, np.int32)  # type: ignore[method-assign]
     sequence = driver.add([1] * 32_768, 32_768 + 200)
     most = 0
-    while sequence.slot < 0 or not scheduler.tables.decoding[sequence.slot]:
+    while sequence.slot < 0 or not scheduler.slot_tables.decoding[sequence.slot]:
         driver.step()
         most = max(most, scheduler.blocks.num_usable - scheduler.blocks.num_free)
     assert most <= (4096 + 8192) // 64
@@ -119,7 +119,7 @@ def test_entries_out_of_the_window_point_to_the_dummy_block() -> None:
     sequence = driver.add(list(range(9)), 40)
     for _ in range(12):
         driver.step()
-    position = int(driver.scheduler.tables.num_computed[sequence.slot]) - 1  # of the last query
+    position = int(driver.scheduler.slot_tables.num_computed[sequence.slot]) - 1  # of the last query
     first = (position - 5) // 4
     assert first > 2
     assert not driver.tables[0, sequence.slot, :first].any()
