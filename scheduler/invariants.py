@@ -57,9 +57,8 @@ def _check_slots(scheduler: Scheduler, running: list[int]) -> None:
     free = [*scheduler._free_slots, t.dummy_slot]
     assert not tables.tables[:, free].any() and not tables.first_columns[:, free].any(), "a free slot holds blocks"
     assert scheduler._prefilling == sorted(prefilling, key=lambda s: s.rank), "prefills out of order"
-    assert scheduler._forked <= set(prefilling), "a fork is remembered that has begun, or ended"
+    assert scheduler._not_yet_run <= set(prefilling), "a sequence that has run, or ended, counts as one that has not"
     assert all(sequence.slot in running for sequence in scheduler._paused), "a sequence pauses that does not run"
-    assert scheduler.num_in_flight >= 0
 
 
 def _check_queue(scheduler: Scheduler) -> None:
@@ -122,7 +121,7 @@ def _check_prefixes(scheduler: Scheduler, cache: PrefixCache, running: list[int]
         assert not blocks.published[own].any(), "a block that is still written is published"
         computed, landed = int(t.num_computed[slot]), int(t.num_landed[slot])
         complete = landed - 1 if t.decoding[slot] else computed
-        assert complete // size <= len(path) or sequence in scheduler._forked, "a complete block is not published"
+        assert complete // size <= len(path) or sequence in scheduler._not_yet_run, "a complete block is not published"
         assert len(path) * size <= min(computed, landed), "a block is published before it is computed"
         if sequence.pending is not None:
             pending.add(sequence.pending)

@@ -94,7 +94,6 @@ class Scheduler:
         self.max_prompt_logits = max_prompt_logits
         self.max_model_len = max_model_len
         self.pace: Pace | None = None  # how large the chunks beside decodes are; None: as the budget allows
-        self.num_in_flight = 0  # sequences that ended by length when planned, and have tokens to land
         self.num_preemptions = 0
         # Tokens of sequences when they started first, and how many of them were in the prefix cache.
         self.num_asked_tokens = 0
@@ -106,7 +105,7 @@ class Scheduler:
         self._is_blocked = False  # in that step: somebody who may start has no room
         self._waiting = WaitingQueue()
         self._preempted: set[Sequence] = set()  # in the step that is being planned, and do not start again in it
-        self._forked: set[Sequence] = set()  # have a slot, and were in no step yet: forks, and who is swapped in
+        self._not_yet_run: set[Sequence] = set()  # in a slot, but in no step so far: forked, or being swapped in
         self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``unpause``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -177,7 +176,7 @@ class Scheduler:
         departures = (child.token_ids[:most] != t.tokens[slot, :most]).nonzero()[0]
         num_computed = int(departures[0]) if departures.size else most
         num_shared = num_computed // self.block_size
-        num_columns = num_shared + sum(forked.num_cached_tokens for forked in self._forked) // self.block_size
+        num_columns = num_shared + sum(other.num_cached_tokens for other in self._not_yet_run) // self.block_size
         wanted = (-(-num_tokens // self.block_size) - num_shared) * self.num_groups + self._reserved()
         if not self._free_slots or num_columns > self.max_shared_columns or wanted > self.blocks.num_free:
             return False
@@ -186,7 +185,7 @@ class Scheduler:
             return False
         self._give_rank(child)
         self._take_slot(child, prefix, num_computed)
-        self._forked.add(child)
+        self._not_yet_run.add(child)
         return True
 
     def unpause(self, sequence: Sequence, token: int) -> None:
@@ -215,10 +214,8 @@ class Scheduler:
             sequence.token_ids = sequence.token_ids[:0].copy()  # it may stay in the queue for long
             if self.swap is not None:
                 self.swap.drop(sequence)
-        elif sequence.slot >= 0:
+        elif sequence.slot >= 0:  # else it ended by length, and gave its slot back when its last step was planned
             self._release_slot(sequence)
-        else:
-            self.num_in_flight -= 1
         sequence.status = Status.FINISHED
         sequence.epoch = 0
         sequence.node = None
@@ -287,7 +284,7 @@ class Scheduler:
         t.set_stop_ids(slot, frozenset())
         t.sequences[slot] = None
         self._free_slots.append(slot)
-        self._forked.discard(sequence)
+        self._not_yet_run.discard(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue with the tokens that have landed; those in flight are void."""
@@ -310,7 +307,7 @@ class Scheduler:
         """
         slot = sequence.slot
         num_tokens = min(int(self.slot_tables.num_computed[slot]), len(sequence.token_ids) - 1)
-        if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._forked:
+        if self.swap is None or num_tokens <= 0 or sequence.skip_reading_prefix_cache or sequence in self._not_yet_run:
             return
         if self.prefix_cache is not None and sequence.node is None:
             return
@@ -359,8 +356,8 @@ class Scheduler:
             if budget > 0 and sequence.slot >= 0 and (num_tokens := self._grow_prefill(sequence, budget)):
                 chunks.append((sequence, num_tokens))
                 budget -= num_tokens
-                if sequence in self._forked:
-                    self._forked.discard(sequence)
+                if sequence in self._not_yet_run:
+                    self._not_yet_run.discard(sequence)
                     admitted.append(sequence)
         self._admit(budget, chunks, admitted)
         return chunks
@@ -421,7 +418,9 @@ class Scheduler:
             if reserved is None:
                 reserved = self._reserved()
             if num_columns is None:
-                num_columns = sum(other.num_cached_tokens for other in (*admitted, *self._forked)) // self.block_size
+                num_columns = (
+                    sum(other.num_cached_tokens for other in (*admitted, *self._not_yet_run)) // self.block_size
+                )
             prefix = None
             waits = sequence.wants_prompt_logits and not self._prompt_logits_left
             if self.prefix_cache is not None:
@@ -438,7 +437,7 @@ class Scheduler:
             if self.swap is not None and sequence.swapped is not None:
                 prefix = self._prefix_beside(sequence, prefix)
             num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
-            if (admitted or self._forked) and num_columns > self.max_shared_columns:
+            if (admitted or self._not_yet_run) and num_columns > self.max_shared_columns:
                 break
             spare = self._spare(sequence) + kept_blocks
             if not self._has_room(sequence, prefix, num_kept, reserved + spare):
@@ -450,7 +449,7 @@ class Scheduler:
             is_swapped = sequence.swapped is not None
             self._start(sequence, prefix)
             if is_swapped and (chunks or self.slot_tables.decoding.any()):  # it comes in while others are computed
-                self._forked.add(sequence)
+                self._not_yet_run.add(sequence)
                 reserved = None
                 continue
             admitted.append(sequence)
@@ -729,7 +728,6 @@ class Scheduler:
         ended = slots[t.num_tokens[slots] == t.max_len[slots]]
         for slot in ended.tolist():  # by length: known before the token is, so nothing is computed in vain
             self._release_slot(t.sequences[slot])
-            self.num_in_flight += 1
         return plan
 
     def _end_prefill(self, slots: NDArray[np.intp]) -> None:
@@ -806,7 +804,6 @@ class Scheduler:
             reason = "length"
         else:
             return
-        self.num_in_flight -= 1
         self._finish(sequence, reason, token, finished)
 
     def _finish(self, sequence: Sequence, reason: str, token: int, finished: list[Finish]) -> None:
