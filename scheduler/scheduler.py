@@ -35,19 +35,19 @@ ARRIVAL_BITS = 40
 class Scheduler:
     """Chunked prefill under a token budget, a prefix cache, and preemption by recomputation or by swapping.
 
-    A step takes every decoding sequence (one token each), then prefills by rank, the running ones' chunks and new
-    sequences, while ``max_num_batched_tokens``, slots and blocks last. The rank is the order of arrival; with the
-    policy ``"priority"`` that comes second. When blocks run out, the running sequence of the last rank goes back to
-    the queue. So the first always advances, and since a sequence that cannot fit alone is refused by the caller of
-    ``blocks_for``, everything finishes.
+    A step takes every decoding sequence (one token each), then prefills by rank, chunks of running sequences and new
+    ones, while ``max_num_batched_tokens``, slots and blocks last. The rank is the order of arrival; with the policy
+    ``"priority"``, the priority comes first. When blocks run out, the running sequence of the last rank is preempted:
+    it goes back to the queue. So the first in rank always advances; and every sequence finishes, since the caller
+    refuses one that does not fit into the empty pool (``blocks_for``).
 
-    Policies differ in who starts:
+    Policies differ in which sequence starts next:
 
     - ``"fcfs"``: the first in rank.
-    - ``"priority"``: the first in rank, and where it has no room, it displaces running ones of a lower priority, the
-      last first. What was displaced comes back when there is room, and displaces nobody of the same priority.
-    - ``"longest_prefix"``: of the first and the 64 that arrived after it, the one of which most is in the prefix cache.
-      So no sequence is overtaken by more than the 64 that came right after it.
+    - ``"priority"``: the first in rank. If it has no room, running sequences of a lower priority are preempted for it,
+      the last first. They come back when there is room, and preempt none of the same priority.
+    - ``"longest_prefix"``: of the first and the 64 that arrived after it, the one with the longest cached prefix. So a
+      sequence is overtaken by at most the 64 that arrived right after it.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Scheduler:
         num_host_blocks: int = 0,
         max_prompt_logits: int = 512,
     ) -> None:
-        """``windows``: of each group of layers, the positions that a query sees, its own included; 0: all of them.
-
-        ``()`` is 0 for each. Where there are ``num_host_blocks``, a preempted sequence may keep there what it computed.
-        ``max_prompt_logits``: most tokens in a step of prompts all of whose logits are wanted.
+        """Args:
+        windows: for each group of layers, how many positions a query sees, its own included; 0: all. ``()``: all,
+            in every group.
+        num_host_blocks: blocks of host memory that preempted sequences may be swapped out to.
+        max_prompt_logits: most prompt tokens in one step whose logits are wanted (``wants_prompt_logits``).
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -93,20 +94,20 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prompt_logits = max_prompt_logits
         self.max_model_len = max_model_len
-        self.pace: Pace | None = None  # how large the chunks beside decodes are; None: as the budget allows
+        self.pace: Pace | None = None  # sizes the chunks in steps with decodes; None: they fill the token budget
         self.num_preemptions = 0
-        # Tokens of sequences when they started first, and how many of them were in the prefix cache.
+        # Tokens of all sequences when they first started, and how many of those were in the prefix cache.
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
-        # Most columns of block tables that sequences start with in one step, so that a slab has room for them.
+        # Most block table columns that the sequences starting in one step may bring along: what a slab has room for.
         self.max_shared_columns = max(self.slot_tables.max_blocks_per_seq, 4096)
         self._watermark = num_blocks // 100
         self._prompt_logits_left = 0  # of ``max_prompt_logits``, in the step that is being planned
-        self._is_blocked = False  # in that step: somebody who may start has no room
+        self._is_blocked = False  # in that step: a sequence may start, but has no room
         self._waiting = WaitingQueue()
-        self._preempted: set[Sequence] = set()  # in the step that is being planned, and do not start again in it
+        self._preempted: set[Sequence] = set()  # in the step that is being planned; they do not start again in it
         self._not_yet_run: set[Sequence] = set()  # in a slot, but in no step so far: forked, or being swapped in
-        self._paused: set[Sequence] = set()  # have a slot and all known tokens computed, and wait for ``unpause``
+        self._paused: set[Sequence] = set()  # in a slot, with all known tokens computed, until ``unpause``
         self._prefilling: list[Sequence] = []  # running with known tokens left to compute, by rank
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -153,8 +154,8 @@ class Scheduler:
     def add(self, sequence: Sequence, num_followers: int = 0) -> None:
         """Queue a new sequence. The caller has made sure that it fits into an empty pool.
 
-        So many others may follow it, in its place among those that arrive: who is given its ``arrival`` plus 1 to
-        ``num_followers``, each once.
+        The next ``num_followers`` arrival numbers are reserved: sequences added later with an ``arrival`` of this one's
+        plus 1 to ``num_followers`` (each once) rank right behind it.
         """
         assert 0 < sequence.num_prompt_tokens < sequence.max_len <= self.max_model_len
         assert self.blocks_for(sequence.max_len - 1) <= self.blocks.num_usable
@@ -163,11 +164,11 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Start a new sequence that begins with the tokens of a running one, on what is computed of them.
+        """Start a new sequence on the keys and values of a running one, as far as their tokens agree.
 
-        The child shares whole blocks with the parent, as far as its tokens are those that have landed there and been
-        computed; what goes on into the next block is copied before the next step. At least one token is computed. The
-        parent goes on. False, and nothing done, if there is no slot or no room: then ``add`` the child.
+        Only tokens of the parent that have landed and been computed count. Whole blocks are shared, the tokens in the
+        block behind them are copied before the next step, and at least one token is computed. The parent goes on.
+        False, and nothing done, if there is no slot or no room: then ``add`` the child.
         """
         t, slot, num_tokens = self.slot_tables, parent.slot, len(child.token_ids)
         assert slot >= 0 and parent.cache_salt == child.cache_salt and num_tokens < child.max_len <= self.max_model_len
@@ -189,7 +190,7 @@ class Scheduler:
         return True
 
     def unpause(self, sequence: Sequence, token: int) -> None:
-        """Let a sequence that has paused, and whose sampled token has landed, go on with another token in its place."""
+        """Let a paused sequence go on, with ``token`` in place of the one that it sampled, which has landed."""
         t, slot = self.slot_tables, sequence.slot
         assert sequence in self._paused and t.num_landed[slot] == t.num_tokens[slot]
         t.tokens[slot, t.num_tokens[slot] - 1] = token
@@ -239,7 +240,10 @@ class Scheduler:
         self.prefix_cache.reset()
 
     def _take_slot(self, sequence: Sequence, prefix: Node | None, num_computed: int) -> None:
-        """Run a sequence in the slot whose block table has what is computed of it, of which ``prefix`` is published."""
+        """Run a sequence in the next free slot, whose block table holds its first ``num_computed`` tokens.
+
+        ``prefix`` is the published part of these; None without a prefix cache.
+        """
         t, slot = self.slot_tables, self._free_slots.pop()
         self._last_epoch += 1
         sequence.slot, sequence.epoch, sequence.status = slot, self._last_epoch, Status.RUNNING
@@ -264,7 +268,7 @@ class Scheduler:
             self._announce(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
-        """Give slot and blocks back. A step in flight may still use them: any reuse is a later step, ordered behind."""
+        """Give slot and blocks back. A step in flight may still use them: whatever reuses them is a later step."""
         t, slot = self.slot_tables, sequence.slot
         if not t.decoding[slot] and sequence not in self._paused:
             self._prefilling.remove(sequence)
@@ -299,11 +303,12 @@ class Scheduler:
         self._preempted.add(sequence)
 
     def _save(self, sequence: Sequence) -> None:
-        """Keep what is computed of a sequence in host memory, where there is room, and computing would take longer.
+        """Swap a preempted sequence out to host memory, if there is room and copying is cheaper than computing again.
 
-        Not what was computed of tokens in flight, which are void; and its last known token is computed again in any
-        case, for its logits. The step that last writes the blocks has been planned, so the copies come behind it; a
-        fork's own copy has not, if it was in no step. What was computed before the cache was reset is not kept.
+        Tokens in flight are void, so what was computed of them is not kept; and the last known token is computed again
+        in any case, for its logits. The copies run behind the step that last wrote the blocks, which has been planned.
+        (Not so for a fork that was in no step: its own block is still to be copied.) What was computed before the
+        prefix cache was reset is not kept.
         """
         slot = sequence.slot
         num_tokens = min(int(self.slot_tables.num_computed[slot]), len(sequence.token_ids) - 1)
@@ -318,7 +323,7 @@ class Scheduler:
                 self.swap.save(sequence, blocks, num_tokens)
 
     def _preempt_last(self, after: int = FREE) -> bool:
-        """Preempt the running sequence of the last rank, if that is behind ``after``; False if there is none."""
+        """Preempt the running sequence of the last rank, if it ranks behind ``after``; False if it does not."""
         slot = int(self.slot_tables.rank.argmax())
         if self.slot_tables.rank[slot] <= after:
             return False
@@ -328,10 +333,9 @@ class Scheduler:
     # ---- planning
 
     def plan(self, host_batch: Callable[[int, int], HostBatch]) -> StepPlan | None:
-        """Choose the next step and write its arrays.
+        """Choose the next step and write its arrays into the views that ``host_batch(num_tokens, num_rows)`` gives.
 
-        ``host_batch(num_tokens, num_rows)`` hands out the views to write. None if nothing can run before something
-        lands (or nothing is there).
+        None if there is nothing to run, or nothing that can run before a step has landed.
         """
         admitted: list[Sequence] = []
         chunks = self._schedule(admitted)
@@ -341,7 +345,7 @@ class Scheduler:
         return self._write(host_batch, slots, chunks, admitted)
 
     def _schedule(self, admitted: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Find blocks for everything that runs in this step; the prefill chunks as (sequence, num_tokens)."""
+        """Find blocks for everything that runs in this step. Returns the prefill chunks as (sequence, num_tokens)."""
         self._preempted.clear()
         self._prompt_logits_left = self.max_prompt_logits
         self._is_blocked = False
@@ -363,7 +367,7 @@ class Scheduler:
         return chunks
 
     def _grow_decodes(self) -> int:
-        """One more block for each decoding sequence whose blocks are full; preempts until they suffice."""
+        """One more block for each decoding sequence whose blocks are full; preempts until there are enough."""
         t, block_tables = self.slot_tables, self.block_tables
         while True:
             slots = t.decoding.nonzero()[0]
@@ -376,7 +380,7 @@ class Scheduler:
         return int(slots.size)
 
     def _grow_prefill(self, sequence: Sequence, budget: int) -> int:
-        """Blocks for the next chunk of a prefill; the number of its tokens, 0 if it must wait for blocks."""
+        """Find blocks for the next chunk of a prefill. Returns the number of its tokens; 0: it must wait for blocks."""
         t, slot = self.slot_tables, sequence.slot
         if sequence.wants_prompt_logits:
             budget = min(budget, self._prompt_logits_left)
@@ -394,7 +398,7 @@ class Scheduler:
             self._prompt_logits_left -= num_tokens
         return num_tokens
 
-    # ---- who starts
+    # ---- which sequences start
 
     def _admit(
         self,
@@ -403,14 +407,14 @@ class Scheduler:
         admitted: list[Sequence],
         before: Sequence | None = None,
     ) -> int:
-        """Start waiting sequences in the policy's order, all or those that rank before a running prefill.
+        """Start waiting sequences in the policy's order: all, or those that rank before a running prefill.
 
-        Returns what is left of the budget. Who has no room blocks those behind it, and is asked once a step: what a
-        chunk takes was reserved for it. Who waits for a prefix that a running prefill is computing, or for logits of
-        its prompt, lets others pass, but keeps a slot and the blocks that it needs.
+        Returns what is left of the budget. A sequence without room blocks those behind it, and is not asked again in
+        this step: what a chunk takes was reserved for it. One that must wait (``_must_wait``) is passed by others, but
+        a slot and the blocks that it needs are kept for it.
         """
         num_kept = kept_blocks = 0
-        reserved: int | None = None
+        reserved: int | None = None  # None: to be computed anew
         num_columns: int | None = None
         for sequence in self._candidates(before):
             if budget <= 0 or sequence in self._preempted:
@@ -418,37 +422,27 @@ class Scheduler:
             if reserved is None:
                 reserved = self._reserved()
             if num_columns is None:
-                num_columns = (
-                    sum(other.num_cached_tokens for other in (*admitted, *self._not_yet_run)) // self.block_size
-                )
-            prefix = None
-            waits = sequence.wants_prompt_logits and not self._prompt_logits_left
-            if self.prefix_cache is not None:
-                prefix = self._match(sequence)
-                waits = waits or self._is_coming(sequence, prefix)
-            if waits:
+                others = (*admitted, *self._not_yet_run)
+                num_columns = sum(other.num_cached_tokens for other in others) // self.block_size
+            prefix = None if self.prefix_cache is None else self._match(sequence)
+            if self._must_wait(sequence, prefix):
                 num_kept += 1
                 kept_blocks += self._wanted(sequence, prefix)
                 if num_kept == LOOK_AHEAD:
                     break
                 continue
-            if self.prefix_cache is not None and prefix is not None and sequence.swapped is None:
-                prefix = self.prefix_cache.resumable(prefix)
-            if self.swap is not None and sequence.swapped is not None:
-                prefix = self._prefix_beside(sequence, prefix)
+            prefix = self._prefix_to_start(sequence, prefix)
             num_columns += -(-self._num_ready(sequence, prefix) // self.block_size)
             if (admitted or self._not_yet_run) and num_columns > self.max_shared_columns:
                 break
-            spare = self._spare(sequence) + kept_blocks
-            if not self._has_room(sequence, prefix, num_kept, reserved + spare):
-                if self.policy != "priority" or not self._displace(sequence, prefix, num_kept, kept_blocks):
+            if not self._has_room(sequence, prefix, num_kept, reserved + self._spare(sequence) + kept_blocks):
+                if not self._preempt_for(sequence, prefix, num_kept, kept_blocks):
                     self._is_blocked = True
                     break
                 reserved = None
-            self._waiting.remove(sequence)
             is_swapped = sequence.swapped is not None
             self._start(sequence, prefix)
-            if is_swapped and (chunks or self.slot_tables.decoding.any()):  # it comes in while others are computed
+            if is_swapped and (chunks or self.slot_tables.decoding.any()):  # copied in while others are computed
                 self._not_yet_run.add(sequence)
                 reserved = None
                 continue
@@ -462,7 +456,8 @@ class Scheduler:
         return budget
 
     def _start(self, sequence: Sequence, prefix: Node | None) -> None:
-        """Give a slot to a waiting sequence, behind a cached prefix and what it has in host memory."""
+        """Move a waiting sequence into a slot, on the blocks of a cached prefix and those it has in host memory."""
+        self._waiting.remove(sequence)
         slot, num_ready = self._free_slots[-1], self._num_ready(sequence, prefix)
         if self.prefix_cache is not None and prefix is not None:
             self.block_tables.start(slot, [node.blocks for node in self.prefix_cache.path(prefix)])
@@ -476,8 +471,8 @@ class Scheduler:
             self.num_hit_tokens += num_ready
 
     def _candidates(self, before: Sequence | None) -> Iterator[Sequence]:
-        """Waiting sequences in the order in which they may start. Who was started must be gone from the queue."""
-        if self._is_blocked or not (self._free_slots or self._may_displace()):
+        """Waiting sequences in the order in which they may start. The caller takes out of the queue what it starts."""
+        if self._is_blocked or not (self._free_slots or self._may_preempt()):
             return
         if self.policy == "longest_prefix":
             if before is None:
@@ -490,12 +485,6 @@ class Scheduler:
             yield sequence
             index += sequence.status is Status.WAITING
 
-    def _may_displace(self) -> bool:
-        """Whether some running sequence has a lower priority than the first of those that wait."""
-        if self.policy != "priority" or (first := self._waiting.peek(0)) is None:
-            return False
-        return bool(self.slot_tables.rank.max() >= (first.priority + 1) << ARRIVAL_BITS)
-
     def _by_prefix(self) -> list[Sequence]:
         first = self._waiting.peek(0)
         if first is None:
@@ -506,30 +495,38 @@ class Scheduler:
         return sorted(near, key=lambda sequence: (-self._match(sequence).depth, sequence.rank))
 
     def _match(self, sequence: Sequence) -> Node:
-        """The longest cached prefix of a waiting sequence. Costs nothing where it is what it was the last time."""
+        """The longest cached prefix of a waiting sequence. Nearly free if nothing has changed since the last call."""
         assert self.prefix_cache is not None
         if sequence.skip_reading_prefix_cache:
             return self.prefix_cache.root
         sequence.node = self.prefix_cache.match(sequence.node, sequence.token_ids, sequence.cache_salt)
         return sequence.node
 
-    def _is_coming(self, sequence: Sequence, prefix: Node) -> bool:
-        """Whether the block behind the prefix is being computed by a prefill that goes before the sequence."""
-        assert self.prefix_cache is not None
+    def _must_wait(self, sequence: Sequence, prefix: Node | None) -> bool:
+        """Whether a sequence starts in a later step, whatever room there is.
+
+        A step makes few logits of prompts; and a running prefill that ranks before it may be computing the block behind
+        its ``prefix``, which it will find in the cache.
+        """
+        if sequence.wants_prompt_logits and not self._prompt_logits_left:
+            return True
+        if self.prefix_cache is None or prefix is None:
+            return False
         if sequence.skip_reading_prefix_cache or sequence.swapped is not None:
             return False
         return self.prefix_cache.is_coming(prefix, sequence.token_ids, sequence.cache_salt, sequence.rank)
 
-    def _prefix_beside(self, sequence: Sequence, prefix: Node | None) -> Node | None:
-        """The cached prefix that a sequence starts with which has more in host memory.
+    def _prefix_to_start(self, sequence: Sequence, prefix: Node | None) -> Node | None:
+        """How much of the matched ``prefix`` a sequence starts on.
 
-        Where the cache holds so much still that computing the rest is cheaper, it has nothing there any more. With
-        windows it takes all from there, since a prefix that is cached may lack their blocks.
+        With more in host memory, it starts on both; unless computing that part is cheaper than copying it, when it is
+        dropped there. With windows, all comes from host memory: the cached prefix may lack their blocks.
         """
-        assert self.swap is not None and sequence.swapped is not None
         if self.prefix_cache is None or prefix is None:
-            return prefix
+            return None
         resumable = self.prefix_cache.resumable(prefix)
+        if self.swap is None or sequence.swapped is None:
+            return resumable
         columns = sequence.swapped[:, 0 if self.block_tables.windows else prefix.depth :]
         if not self.swap.is_cheaper(
             int((columns >= 0).sum()), sequence.swapped_len - resumable.depth * self.block_size
@@ -562,7 +559,7 @@ class Scheduler:
         return max(0, self.block_tables.blocks_for(num_tokens, chunk) - self.block_tables.num_held(slot))
 
     def _reserved(self) -> int:
-        """Blocks that running prefills will take: if each took a part of the pool and waited, none would advance."""
+        """Blocks that running prefills will still take. Without it, many could each hold a part of the pool, and wait."""
         if not self._prefilling:
             return 0
         slots = np.array([sequence.slot for sequence in self._prefilling])
@@ -573,7 +570,7 @@ class Scheduler:
         return int(np.count_nonzero(last & full)) * self.num_groups + sum(map(self._outstanding, rest))
 
     def _spare(self, sequence: Sequence) -> int:
-        """Blocks that stay free when a sequence starts beside others, so that they can grow a while."""
+        """Blocks that must stay free when a sequence starts beside others, so that those can grow for a while."""
         if sequence.num_preemptions:  # one each, or it would soon be preempted again
             return max(self._watermark, self.num_running * self.num_groups)
         return self._watermark
@@ -588,16 +585,25 @@ class Scheduler:
         groups = self.block_tables.full_groups
         if wanted <= num_free or prefix is None or wanted - prefix.depth * len(groups) > num_free:
             return wanted <= num_free
-        # Blocks of the prefix that others hold too are not among the free. They begin at the root.
+        # Blocks of the prefix that running sequences hold are not among the free ones. They begin at the root.
         while prefix.parent is not None and not self.blocks.ref_counts[prefix.blocks[groups[0]]]:
             prefix = prefix.parent
         return wanted - prefix.depth * len(groups) <= num_free
 
-    def _displace(self, sequence: Sequence, prefix: Node | None, num_kept: int, kept_blocks: int) -> bool:
-        """Make room at the cost of running sequences of a lower priority, the last first; of none if all would not do.
+    def _may_preempt(self) -> bool:
+        """Whether some running sequence has a lower priority than the first waiting one."""
+        if self.policy != "priority" or (first := self._waiting.peek(0)) is None:
+            return False
+        return bool(self.slot_tables.rank.max() >= (first.priority + 1) << ARRIVAL_BITS)
 
-        What they hold together with others, and what they hold of the prefix, is not counted as gained.
+    def _preempt_for(self, sequence: Sequence, prefix: Node | None, num_kept: int, kept_blocks: int) -> bool:
+        """Make room by preempting running sequences of a lower priority, the last first. False, and none is, if all of
+        them would not do.
+
+        Blocks that they share with others, or with ``prefix``, do not count as gained.
         """
+        if self.policy != "priority":
+            return False
         t = self.slot_tables
         lower = np.flatnonzero(t.rank >= (sequence.priority + 1) << ARRIVAL_BITS)
         if not lower.size or lower.size + len(self._free_slots) <= num_kept:
@@ -612,10 +618,10 @@ class Scheduler:
             self._preempt(t.sequences[t.rank.argmax()])
         return True
 
-    # ---- what is published
+    # ---- publishing to the prefix cache
 
     def _publish_prompt(self, sequence: Sequence) -> None:
-        """Make known the blocks of a prompt that the step completes. Whoever hits them is computed in a later step."""
+        """Publish the blocks of a prompt that the step completes. A sequence that hits them runs in a later step."""
         node = sequence.node
         num_complete = int(self.slot_tables.num_computed[sequence.slot]) // self.block_size
         if node is None or node.depth == num_complete:
@@ -626,9 +632,9 @@ class Scheduler:
         self._announce(sequence)
 
     def _publish_block(self, sequence: Sequence) -> Node:
-        """Make known the block behind the last published one: a step that completes it has been planned.
+        """Publish the block behind the last published one; a step that completes it has been planned.
 
-        Where the same prefix is known already, the sequence goes on with the blocks of that, and gives its own back.
+        If the same prefix is cached already, the sequence goes on with those blocks, and gives its own back.
         """
         assert self.prefix_cache is not None and sequence.node is not None
         t, slot, column = self.slot_tables, sequence.slot, sequence.node.depth
@@ -641,7 +647,7 @@ class Scheduler:
         return node
 
     def _published(self, sequence: Sequence, depth: int) -> Node | None:
-        """The prefix of ``depth`` blocks of a running sequence, which has computed it, and whose tokens have landed."""
+        """The first ``depth`` blocks of a running sequence, all computed and landed, as a node of the prefix cache."""
         node = sequence.node
         if node is not None and node.depth < depth:  # one block, not published before one more token lands
             self._withdraw(sequence)
@@ -652,7 +658,7 @@ class Scheduler:
         return node
 
     def _announce(self, sequence: Sequence) -> None:
-        """Let those with the same prefix wait for the next block that a prefill computes."""
+        """Let waiting sequences with the same prefix wait for the next block that this prefill computes."""
         t, slot, size = self.slot_tables, sequence.slot, self.block_size
         if self.prefix_cache is None or sequence.node is None or t.decoding[slot] or sequence in self._paused:
             return
@@ -676,7 +682,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
-        """Fill the views of a step: decode rows in one go, then the prefill chunks. What ends by length is released."""
+        """Fill the views of a step: decode rows in one go, then prefill chunks. Releases sequences that end by length."""
         t = self.slot_tables
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
@@ -731,7 +737,7 @@ class Scheduler:
         return plan
 
     def _end_prefill(self, slots: NDArray[np.intp]) -> None:
-        """All known tokens of them are computed by the written step; from the next on they decode, or pause."""
+        """The written step computes the last known tokens of these: from the next step on they decode, or pause."""
         t = self.slot_tables
         for sequence in t.sequences[slots]:
             if sequence.pauses:
@@ -742,7 +748,7 @@ class Scheduler:
         self._prefilling = [s for s in self._prefilling if not over[s.slot] and s not in self._paused]
 
     def _settle(self, slots: NDArray[np.intp], chunks: list[tuple[Sequence, int]]) -> None:
-        """Behind a step that has been written: publish the blocks that it completes, drop what no later one sees."""
+        """After a step is written: publish the blocks that it completes, give back what no later query sees."""
         t = self.slot_tables
         for sequence, _ in chunks:
             self._publish_prompt(sequence)
@@ -765,7 +771,7 @@ class Scheduler:
             slots, live_tokens = slots[keep], tokens[keep]
             for row in stale.tolist():
                 sequence: Sequence = plan.sequences[row]
-                if sequence.epoch == plan.epochs[row]:  # out of its slot only because it ends by length
+                if sequence.epoch == plan.epochs[row]:  # it has left its slot only because it ends by length
                     keep[row] = True
                     self._land_last(sequence, int(tokens[row]), finished)
         columns = t.num_landed.take(slots)
@@ -786,7 +792,7 @@ class Scheduler:
         return Landed(plan.sequences[kept], tokens[kept], finished, keep.size - kept.size, kept)
 
     def _stopped(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> list[int]:
-        """Which of the rows have a token that stops their sequence."""
+        """Which rows have a token that stops their sequence."""
         t = self.slot_tables
         stopped = t.has_more_stops.take(slots)
         for i in stopped.nonzero()[0].tolist():  # too many to compare with each
