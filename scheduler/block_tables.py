@@ -92,7 +92,7 @@ class BlockTables:
             source = columns[:, count]
             if parent in self._copies and count == self.num_columns[parent] - 1:  # its own copy is not made yet
                 source = self._copies[parent][0]
-            self._blocks.hold(source)
+            self._blocks.add_refs(source)
             self._copies[slot] = source, self.tables[:, slot, count].copy()
         return True
 
@@ -116,7 +116,7 @@ class BlockTables:
         """
         begin = int(self.num_columns[slot])
         end = begin + wanted.shape[1]
-        blocks = self._blocks.take(int(wanted.sum()))
+        blocks = self._blocks.allocate(int(wanted.sum()))
         self.tables[:, slot, begin:end][wanted] = blocks
         self.num_columns[slot] = end
         for i, (window, _) in enumerate(self.windows):
@@ -129,7 +129,7 @@ class BlockTables:
     def extend(self, slot: int, count: int) -> None:
         """Take blocks for ``count`` more columns of one slot."""
         begin = int(self.num_columns[slot])
-        blocks = self._blocks.take(count * self.num_groups)
+        blocks = self._blocks.allocate(count * self.num_groups)
         self.tables[:, slot, begin : begin + count] = blocks.reshape(self.num_groups, count)
         self.num_columns[slot] = begin + count
         self._note(self._slot_base[slot] + np.arange(begin, begin + count))
@@ -137,7 +137,7 @@ class BlockTables:
     def extend_each(self, slots: NDArray[np.intp]) -> None:
         """Take blocks for one more column of each slot."""
         columns = self.num_columns[slots]
-        blocks = self._blocks.take(slots.size * self.num_groups)
+        blocks = self._blocks.allocate(slots.size * self.num_groups)
         self.tables[:, slots, columns] = blocks.reshape(slots.size, self.num_groups).T
         self.num_columns[slots] = columns + 1
         self._note(self._slot_base[slots] + columns)
@@ -149,9 +149,9 @@ class BlockTables:
         groups = np.flatnonzero((own != theirs) & (own != DUMMY_BLOCK))
         if groups.size:
             gone = own[groups]
-            self._blocks.hold(theirs[groups])
+            self._blocks.add_refs(theirs[groups])
             self.tables[groups, slot, column] = theirs[groups]
-            self._blocks.let_go(gone)
+            self._blocks.release(gone)
             self._note(self._slot_base[slot] + column)
 
     def drop_unseen(self, slots: NDArray[np.intp], positions: Ints) -> None:
@@ -172,18 +172,18 @@ class BlockTables:
             index = (self._group_base.take(groups, axis=0) + cells).ravel()
             blocks = self._flat.take(index)
             self._flat[index] = DUMMY_BLOCK
-            self._blocks.let_go(blocks, of_many=True)
+            self._blocks.release(blocks, repeated=True)
             self._changed.append(index)
         self._set_drop_at(slots)
 
     def clear(self, slot: int) -> None:
         """Give all blocks of a slot back, the deepest first to be taken again."""
         if slot in self._copies:
-            self._blocks.let_go(self._copies.pop(slot)[0])
+            self._blocks.release(self._copies.pop(slot)[0])
         count = self.num_columns[slot]
         row = self.tables[:, slot, :count]
         blocks = row.T[::-1].ravel()
-        self._blocks.let_go(blocks[blocks != DUMMY_BLOCK] if self.windows else blocks)
+        self._blocks.release(blocks[blocks != DUMMY_BLOCK] if self.windows else blocks)
         row[:] = DUMMY_BLOCK
         self.num_columns[slot] = 0
         if self.windows:
@@ -216,7 +216,7 @@ class BlockTables:
             sources, own = (np.concatenate(blocks) for blocks in zip(*self._copies.values(), strict=True))
             num_copies = sources.size
             host.write_spare(index[count:], values[count:], sources, own)
-            self._blocks.let_go(sources, of_many=True)  # whoever takes them writes them in a later step
+            self._blocks.release(sources, repeated=True)  # whoever takes them writes them in a later step
             self._copies.clear()
         elif num_overflow:
             host.write_spare(index[count:], values[count:])
@@ -234,7 +234,7 @@ class BlockTables:
             self.first_columns[i, slot] = first
         if self.windows:
             self._set_drop_at(slot)
-        self._blocks.hold(columns[columns != DUMMY_BLOCK])
+        self._blocks.add_refs(columns[columns != DUMMY_BLOCK])
         count = columns.shape[1]
         self.tables[:, slot, :count] = columns
         self.num_columns[slot] = count

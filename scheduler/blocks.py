@@ -54,7 +54,7 @@ class BlockManager:
         """Free blocks that hold a prefix."""
         return len(self._cached)
 
-    def take(self, count: int) -> NDArray[np.int32]:
+    def allocate(self, count: int) -> NDArray[np.int32]:
         """Blocks with one reference each. Cached prefixes are forgotten for them if need be."""
         if count > self._num_blank:
             self._blank_cached(count)
@@ -63,18 +63,18 @@ class BlockManager:
         self.ref_counts[blocks] = 1
         return blocks
 
-    def hold(self, blocks: NDArray[np.int32]) -> None:
+    def add_refs(self, blocks: NDArray[np.int32]) -> None:
         """Add a reference to published blocks, all different."""
         for block in blocks[self.ref_counts[blocks] == 0].tolist():
             del self._cached[block]
         self.ref_counts[blocks] += 1
 
-    def let_go(self, blocks: NDArray[np.int32], *, of_many: bool = False) -> None:
-        """Take a reference back from each. ``of_many`` holders: a shared block may stand there once for each.
+    def release(self, blocks: NDArray[np.int32], *, repeated: bool = False) -> None:
+        """Take a reference back from each. ``repeated`` holders: a shared block may stand there once for each.
 
         Those nobody holds any more become blank or cached, the first of them the first to be taken again.
         """
-        if of_many:
+        if repeated:
             np.subtract.at(self.ref_counts, blocks, 1)
             gone = blocks[self.ref_counts.take(blocks) == 0]
         else:

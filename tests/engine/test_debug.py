@@ -67,6 +67,6 @@ def test_buffer_written_while_its_step_is_in_flight_is_noticed(counting_engine: 
 
 def test_lost_block_is_noticed() -> None:
     with Engine(CountingModel(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
-        engine.scheduler.blocks.take(1)
+        engine.scheduler.blocks.allocate(1)
         with pytest.raises(EngineDeadError, match="a block is lost"):
             engine.submit([1], GREEDY).result(30)

@@ -86,8 +86,8 @@ class Driver:
         self.owners: dict[int, Sequence] = {}  # by slot, as of the step that was planned last
         self.in_flight: deque[tuple[StepPlan, np.ndarray[Any, Any]]] = deque()
         self.results: dict[int, Result] = {}
-        self.taken: set[int] = set()  # blocks, by the step that was planned last
-        self._spy_on_take()
+        self.allocated: set[int] = set()  # blocks, by the step that was planned last
+        self._spy_on_allocate()
         self.num_wasted = 0
         self.has_forked = False
         self.num_steps = 0
@@ -116,7 +116,7 @@ class Driver:
     def step(self) -> bool:
         """Launch and land as the engine's loop does; False if nothing was left to do."""
         published = self.scheduler.blocks.published.copy()
-        self.taken.clear()
+        self.allocated.clear()
         plan = self.scheduler.plan(self._host_batch)
         self._check()
         if plan is not None:
@@ -136,15 +136,15 @@ class Driver:
                 break
         assert not self.scheduler.has_work and not self.in_flight, "work is left, but nothing runs"
 
-    def _spy_on_take(self) -> None:
-        take = self.scheduler.blocks.take
+    def _spy_on_allocate(self) -> None:
+        allocate = self.scheduler.blocks.allocate
 
         def spy(count: int) -> np.ndarray[Any, Any]:
-            blocks = take(count)
-            self.taken.update(blocks.tolist())
+            blocks = allocate(count)
+            self.allocated.update(blocks.tolist())
             return blocks
 
-        self.scheduler.blocks.take = spy  # type: ignore[method-assign]
+        self.scheduler.blocks.allocate = spy  # type: ignore[method-assign]
 
     def _check(self) -> None:
         if self.check:
@@ -159,7 +159,7 @@ class Driver:
         assert np.unique(written).size == written.size, "two tokens are written to one place"
         blocks = set((written // self.scheduler.block_size).tolist())
         assert 0 not in blocks, "a token is written to the dummy block"
-        assert not published[[*(blocks - self.taken)]].any(), "a published block is written"
+        assert not published[[*(blocks - self.allocated)]].any(), "a published block is written"
 
     def _host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
         step = 1 if self.num_steps % 2 else 4  # with and without padding

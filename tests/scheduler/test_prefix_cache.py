@@ -417,7 +417,7 @@ def test_what_was_matched_before_is_not_looked_up_again() -> None:
     cache = PrefixCache(blocks, (0,))
     tokens = np.arange(41, dtype=np.int32)
     node = cache.root
-    held = blocks.take(10)
+    held = blocks.allocate(10)
     for i, block in enumerate(held.tolist()):
         node = cache.publish(node, tokens[4 * i : 4 * i + 4].tobytes(), b"", [block])
     lookups: list[int] = []
@@ -428,8 +428,8 @@ def test_what_was_matched_before_is_not_looked_up_again() -> None:
     lookups.clear()
     assert cache.match(matched, tokens, b"") is node and not lookups
     cache.leave(node)
-    blocks.let_go(held[::-1])
-    blocks.take(63 - 10 + 3)  # three of the cached go, the deepest first
+    blocks.release(held[::-1])
+    blocks.allocate(63 - 10 + 3)  # three of the cached go, the deepest first
     assert cache.match(matched, tokens, b"").depth == 7 and lookups == [7]
 
 
@@ -439,7 +439,7 @@ def test_blocks_out_of_a_window_limit_where_computing_resumes() -> None:
     cache = PrefixCache(blocks, (0, 6))
     node, path = cache.root, []
     for i in range(6):
-        full, windowed = blocks.take(2).tolist()
+        full, windowed = blocks.allocate(2).tolist()
         node = cache.publish(node, bytes([i]), b"", [full, windowed])
         path.append((node, windowed))
     assert cache.resumable(node) is node

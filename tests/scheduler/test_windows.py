@@ -182,10 +182,10 @@ def test_lost_block_of_a_window_is_given_by_whoever_computes_it_again() -> None:
 
 def test_shared_block_that_two_drop_at_once_is_let_go_twice() -> None:
     blocks = BlockManager(8, 4)
-    held = blocks.take(2)
+    held = blocks.allocate(2)
     blocks.published[held] = True
-    blocks.hold(held)
-    blocks.let_go(np.concatenate([held, held]), of_many=True)
+    blocks.add_refs(held)
+    blocks.release(np.concatenate([held, held]), repeated=True)
     assert blocks.cached_blocks() == held.tolist()
     assert not blocks.ref_counts.any()
 
