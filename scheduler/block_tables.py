@@ -1,4 +1,4 @@
-"""Owns the block tables of running sequences: which block holds which part of whose context, and what is news in it.
+"""Owns the block tables of running sequences: which block holds which part of a context, and which entries are new.
 
 The device has a twin of the tables. A step carries over the entries that changed since the step before.
 """
@@ -18,12 +18,12 @@ class BlockTables:
     """``tables[group, slot, column]`` is the block of positions ``column * block_size`` and on, or the dummy.
 
     All groups of a slot end at the same column, ``num_columns``. A group with a window begins where its window does:
-    what no query to come can see is given back, and its entries point to the dummy block again. The last slot is the
-    dummy of padded rows; its entries stay 0.
+    blocks that no later query can see are released, and their entries point to the dummy block again. The last slot is
+    the dummy of padded rows; its entries stay 0.
     """
 
     def __init__(self, blocks: BlockManager, num_slots: int, num_columns: int, windows: tuple[int, ...]) -> None:
-        """``windows``: of each group, the number of positions that a query sees, its own included; 0: all."""
+        """``windows``: for each group, how many positions a query sees, its own included; 0: all."""
         num_groups = len(windows)
         assert num_groups * (num_slots + 1) * num_columns < 2**31, "the block tables outgrow 32-bit indices"
         self.tables = np.zeros((num_groups, num_slots + 1, num_columns), np.int32)
@@ -33,7 +33,7 @@ class BlockTables:
         # Each width of window with its groups, and for each slot the column that they begin at.
         self.windows = [(window, np.flatnonzero(np.array(windows) == window)) for window in sorted({*windows} - {0})]
         self.first_columns = np.zeros((len(self.windows), num_slots + 1), np.int32)
-        self.drop_at = np.zeros(num_slots + 1, np.int32)  # next position from which on a slot sees less than it holds
+        self.drop_at = np.zeros(num_slots + 1, np.int32)  # the position at which a slot can next release a block
         self._blocks = blocks
         self._size = blocks.block_size
         self._flat = self.tables.reshape(-1)
@@ -41,18 +41,18 @@ class BlockTables:
         self._group_stride = (num_slots + 1) * num_columns
         self._group_base = (np.arange(num_groups, dtype=np.int64) * self._group_stride)[:, None]
         self._changed: list[NDArray[np.int64]] = []  # flat indices
-        self._copies: dict[int, tuple[Ints, Ints]] = {}  # by slot: from which block, which is held, to which of its own
+        self._copies: dict[int, tuple[Ints, Ints]] = {}  # by slot: source blocks (referenced), and its own
         if self.windows:
             self._set_drop_at(np.arange(num_slots + 1))
 
     # ---- how many blocks
 
     def blocks_for(self, num_tokens: int, chunk: int = 1) -> int:
-        """Most blocks that a context held at once while it grew to ``num_tokens`` in chunks of that many tokens."""
+        """Most blocks that a context holds at once while it grows to ``num_tokens``, ``chunk`` tokens at a time."""
         columns = -(-num_tokens // self._size)
         count = columns * len(self.full_groups)
         for window, groups in self.windows:
-            # window - 1 + chunk positions in a row, wherever they begin, lie in at most so many blocks
+            # The most blocks that window - 1 + chunk positions in a row can touch, wherever they begin.
             count += min(columns, (window + chunk - 3) // self._size + 2) * len(groups)
         return count
 
@@ -64,7 +64,7 @@ class BlockTables:
         return count
 
     def held(self, slots: NDArray[np.intp]) -> Ints:
-        """The blocks in the rows of some slots, one after the other; a shared one stands there several times."""
+        """The blocks in the rows of some slots, one after the other; a shared one occurs several times."""
         rows = self.tables[:, slots, : self.num_columns[slots].max()]
         held: Ints = rows[rows != DUMMY_BLOCK]
         return held
@@ -72,15 +72,15 @@ class BlockTables:
     # ---- changes
 
     def start(self, slot: int, prefix: list[list[int]]) -> None:
-        """A free slot's row begins with cached blocks: for each column the block of each group."""
+        """Begin a free slot's row with cached blocks: ``prefix[column][group]``."""
         if prefix:
             self._begin(slot, np.array(prefix, np.int32).T, len(prefix) * self._size)
 
     def fork(self, parent: int, slot: int, num_tokens: int) -> bool:
-        """A free slot's row begins with the blocks of another one, which hold ``num_tokens`` tokens.
+        """Begin a free slot's row with the blocks of the first ``num_tokens`` tokens of another slot.
 
-        Whole blocks are shared, and never written again by either. What is in the last one is copied by the next step.
-        False, and nothing done, if the other one's windows have moved on so far that something is missing.
+        Whole blocks are shared, and written by neither from now on; a last, partial block is copied by the next step.
+        False, and nothing done, if the parent's windows have moved on and a needed block is gone.
         """
         columns = self.resumable_blocks(parent, num_tokens)
         if columns is None:
@@ -90,16 +90,16 @@ class BlockTables:
         if count < columns.shape[1]:
             self.extend(slot, 1)
             source = columns[:, count]
-            if parent in self._copies and count == self.num_columns[parent] - 1:  # its own copy is not made yet
+            if parent in self._copies and count == self.num_columns[parent] - 1:  # not copied yet itself
                 source = self._copies[parent][0]
             self._blocks.add_refs(source)
             self._copies[slot] = source, self.tables[:, slot, count].copy()
         return True
 
     def resumable_blocks(self, slot: int, num_tokens: int) -> Ints | None:
-        """The blocks ``[groups, columns]`` behind whose first ``num_tokens`` tokens computing can go on; or the dummy.
+        """Copy of the blocks ``[groups, columns]`` needed to go on after ``num_tokens`` tokens; elsewhere the dummy.
 
-        None if the windows have moved on so far that something is missing.
+        None if the slot's windows have moved on and a needed block is gone.
         """
         firsts = [self._first_column(window, num_tokens) for window, _ in self.windows]
         if any(first < held for first, held in zip(firsts, self.first_columns[:, slot].tolist(), strict=True)):
@@ -110,9 +110,9 @@ class BlockTables:
         return blocks
 
     def restore(self, slot: int, wanted: NDArray[np.bool_], num_tokens: int) -> Ints:
-        """Take blocks for columns of a slot behind those that it has, where ``wanted`` ``[groups, columns]`` says so.
+        """Append columns to a slot's row, with new blocks where ``wanted [groups, columns]`` is set; returns those.
 
-        The others keep the dummy: they are out of the window of position ``num_tokens``. Returns the blocks.
+        The other entries keep the dummy: they are outside the window of position ``num_tokens``.
         """
         begin = int(self.num_columns[slot])
         end = begin + wanted.shape[1]
@@ -127,7 +127,7 @@ class BlockTables:
         return blocks
 
     def extend(self, slot: int, count: int) -> None:
-        """Take blocks for ``count`` more columns of one slot."""
+        """Allocate blocks for ``count`` more columns of one slot."""
         begin = int(self.num_columns[slot])
         blocks = self._blocks.allocate(count * self.num_groups)
         self.tables[:, slot, begin : begin + count] = blocks.reshape(self.num_groups, count)
@@ -135,7 +135,7 @@ class BlockTables:
         self._note(self._slot_base[slot] + np.arange(begin, begin + count))
 
     def extend_each(self, slots: NDArray[np.intp]) -> None:
-        """Take blocks for one more column of each slot."""
+        """Allocate blocks for one more column of each slot."""
         columns = self.num_columns[slots]
         blocks = self._blocks.allocate(slots.size * self.num_groups)
         self.tables[:, slots, columns] = blocks.reshape(slots.size, self.num_groups).T
@@ -143,7 +143,7 @@ class BlockTables:
         self._note(self._slot_base[slots] + columns)
 
     def share(self, slot: int, column: int, blocks: list[int]) -> None:
-        """Give the blocks of a column back for published ones with the same content. Groups out of window are left."""
+        """Replace the blocks of a column by published ones with the same content, except where out of the window."""
         own = self.tables[:, slot, column]
         theirs = np.array(blocks, np.int32)
         groups = np.flatnonzero((own != theirs) & (own != DUMMY_BLOCK))
@@ -155,9 +155,9 @@ class BlockTables:
             self._note(self._slot_base[slot] + column)
 
     def drop_unseen(self, slots: NDArray[np.intp], positions: Ints) -> None:
-        """Give back what no query of these slots can see from their next position on.
+        """Release the blocks that no query of these slots can see from their next positions on.
 
-        Steps in flight may still read it. Whoever gets it writes it in a later step, which the device runs behind them.
+        Steps in flight may still read them. Their next owner writes them in a later step, which the device runs after.
         """
         due = (positions >= self.drop_at.take(slots)).nonzero()[0]
         if not due.size:
@@ -177,7 +177,7 @@ class BlockTables:
         self._set_drop_at(slots)
 
     def clear(self, slot: int) -> None:
-        """Give all blocks of a slot back, the deepest first to be taken again."""
+        """Release all blocks of a slot; the last column's are the first to be allocated again."""
         if slot in self._copies:
             self._blocks.release(self._copies.pop(slot)[0])
         count = self.num_columns[slot]
@@ -193,17 +193,17 @@ class BlockTables:
     # ---- for the device
 
     def write_changes(self, host: HostBatch) -> tuple[int, int, int]:
-        """Write what changed since the last time, as it is now, and what is to be copied.
+        """Write the entries that changed since the last call, with their present values, and the copies for forks.
 
-        Returns how many entries, how many more that overflow, and how many copies. An entry that changed twice may
-        stand there twice, with the same value.
+        Returns the numbers of entries, of entries that overflow, and of copies. An entry that changed twice may occur
+        twice, with the same value.
         """
         if not self._changed:
             return 0, 0, 0
         index = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
         self._changed.clear()
         room = host.table_index.size
-        if index.size > room:  # what was given back since then, and a new owner has not got, is not needed
+        if index.size > room:  # entries beyond a row's end are not needed: they were released since
             index = np.unique(index)
             slots, columns = np.divmod(index % self._group_stride, self.tables.shape[2])
             index = index[columns < self.num_columns[slots]]
@@ -216,7 +216,7 @@ class BlockTables:
             sources, own = (np.concatenate(blocks) for blocks in zip(*self._copies.values(), strict=True))
             num_copies = sources.size
             host.write_spare(index[count:], values[count:], sources, own)
-            self._blocks.release(sources, repeated=True)  # whoever takes them writes them in a later step
+            self._blocks.release(sources, repeated=True)  # their next owner writes them in a later step
             self._copies.clear()
         elif num_overflow:
             host.write_spare(index[count:], values[count:])
@@ -227,7 +227,7 @@ class BlockTables:
         return [block for sources, _ in self._copies.values() for block in sources.tolist()]
 
     def _begin(self, slot: int, columns: Ints, num_tokens: int) -> None:
-        """A free slot's row begins with blocks ``[groups, columns]``, as far as the query behind their tokens sees."""
+        """Begin a free slot's row with blocks ``[groups, columns]``, as far as position ``num_tokens`` sees them."""
         for i, (window, groups) in enumerate(self.windows):
             first = self._first_column(window, num_tokens)
             columns[groups, :first] = DUMMY_BLOCK
@@ -241,7 +241,7 @@ class BlockTables:
         self._note(self._slot_base[slot] + np.arange(count))
 
     def _note(self, cells: NDArray[np.int64]) -> None:
-        """Cells (slot and column) of all groups have changed."""
+        """Record that these cells (slot and column) have changed, in all groups."""
         self._changed.append((self._group_base + cells).ravel())
 
     def _set_drop_at(self, slots: NDArray[np.intp] | int) -> None:

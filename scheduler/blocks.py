@@ -1,4 +1,4 @@
-"""Owns the blocks of the KV pool: who holds how many references, which are free, and which of the free ones are cached.
+"""Owns the blocks of the KV pool: their reference counts, which are free, and which of the free ones are cached.
 
 Knows no sequence and no token. Block 0 is the dummy that padding writes to.
 """
@@ -15,14 +15,14 @@ DUMMY_BLOCK = 0
 
 
 class BlockManager:
-    """Reference counts over a pool of ``num_blocks`` equal pages, and what nobody refers to.
+    """Reference counts over a pool of ``num_blocks`` equal pages, and the free ones.
 
-    A block is *held* (count > 0), or *blank* (on a stack), or *cached*: held by nobody, but a prefix that can be hit.
-    Blank blocks are taken first, then the cached ones, those first that were held longest ago. Both are free:
-    ``num_free`` can be taken. A published block becomes cached when its last holder lets it go, any other one blank.
+    A block is *held* (count > 0), or *blank* (on a stack), or *cached*: not held, but it has a prefix that can be hit.
+    Blank and cached blocks are free. Blank ones are allocated first, then cached ones, least recently held first. When
+    its last reference goes, a published block becomes cached, any other one blank.
 
-    Blocks taken together come in ascending order when they were freed together, so that a sequence tends to lie in one
-    run of the pool.
+    Blocks allocated together come in ascending order if they were released together, so that a sequence tends to lie in
+    one run of the pool.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -35,8 +35,8 @@ class BlockManager:
         self._blank = np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32)
         self._num_blank = num_blocks - 1
         self._cached: OrderedDict[int, None] = OrderedDict()  # held longest ago first
-        # What the owner of the prefixes does when a cached block is taken: it forgets the prefix, and says which
-        # blocks go with it, the block itself included.
+        # The prefix cache's callback when a cached block is allocated: it forgets the prefix, and returns the blocks
+        # that go with it, this one included.
         self.forget: Callable[[int], Sequence[int]] = lambda block: (block,)
 
     @property
@@ -46,7 +46,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken, cached ones included."""
+        """Blocks that can be allocated, cached ones included."""
         return self._num_blank + len(self._cached)
 
     @property
@@ -55,7 +55,7 @@ class BlockManager:
         return len(self._cached)
 
     def allocate(self, count: int) -> NDArray[np.int32]:
-        """Blocks with one reference each. Cached prefixes are forgotten for them if need be."""
+        """Blocks with one reference each. Forgets cached prefixes if there are too few blank ones."""
         if count > self._num_blank:
             self._blank_cached(count)
         self._num_blank -= count
@@ -70,9 +70,9 @@ class BlockManager:
         self.ref_counts[blocks] += 1
 
     def release(self, blocks: NDArray[np.int32], *, repeated: bool = False) -> None:
-        """Take a reference back from each. ``repeated`` holders: a shared block may stand there once for each.
+        """Take one reference from each block. ``repeated``: a block may occur several times, once for each holder.
 
-        Those nobody holds any more become blank or cached, the first of them the first to be taken again.
+        Those without a reference become blank or cached, the first of them the first to be allocated again.
         """
         if repeated:
             np.subtract.at(self.ref_counts, blocks, 1)
@@ -88,7 +88,7 @@ class BlockManager:
         self._put(np.array(sorted({*gone.tolist()}), np.int32))
 
     def unpublish(self, blocks: NDArray[np.int32]) -> None:
-        """Forget that blocks hold a prefix. Those that nobody holds become blank."""
+        """Forget that blocks hold a prefix. Those without a reference become blank."""
         self.published[blocks] = False
         blocks = blocks[self.ref_counts[blocks] == 0]
         for block in blocks.tolist():
@@ -120,5 +120,5 @@ class BlockManager:
         return self._blank[: self._num_blank]
 
     def cached_blocks(self) -> list[int]:
-        """The cached block numbers in the order in which they will be taken, for ``check``."""
+        """The cached block numbers in the order in which they will be allocated, for ``check``."""
         return list(self._cached)

@@ -559,7 +559,7 @@ class Scheduler:
         return max(0, self.block_tables.blocks_for(num_tokens, chunk) - self.block_tables.num_held(slot))
 
     def _reserved(self) -> int:
-        """Blocks that running prefills will still take. Without it, many could each hold a part of the pool, and wait."""
+        """Blocks that running prefills will still take. Otherwise each could hold a part of the pool, and all wait."""
         if not self._prefilling:
             return 0
         slots = np.array([sequence.slot for sequence in self._prefilling])
@@ -682,7 +682,7 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         admitted: list[Sequence],
     ) -> StepPlan:
-        """Fill the views of a step: decode rows in one go, then prefill chunks. Releases sequences that end by length."""
+        """Fill the views of a step: decode rows in one go, then prefill chunks. What ends by length leaves its slot."""
         t = self.slot_tables
         num_decodes = int(slots.size)
         num_tokens = num_decodes + sum(count for _, count in chunks)
