@@ -22,7 +22,7 @@ from torch import Tensor
 from cbatch.buffers import Masks
 from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars
-from cbatch.request import RequestHandle, at_work
+from cbatch.request import RequestHandle, running_processor
 from cbatch.sampler import HELD, Edit, bit_mask
 from cbatch.sampling_checks import num_arguments
 from cbatch.sampling_params import SamplingParams
@@ -198,7 +198,7 @@ class Held:
         held: HeldRow = handle.held
         # To be changed as they please: ``row`` is whole until they are done.
         logits: Any = row.to(torch.float32, copy=True)
-        number, at_work.on_end = 0, handle._on_end
+        number, running_processor.on_end = 0, handle._on_end
         try:
             for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
                 arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
@@ -207,7 +207,7 @@ class Held:
         except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
             self._fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
         finally:
-            at_work.on_end = None
+            running_processor.on_end = None
 
     def _fail(self, handle: RequestHandle, message: str, cause: BaseException | None = None) -> None:
         error = CBatchError(f"request {handle.request_id}: {message}")

@@ -20,8 +20,8 @@ from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, Req
 from cbatch.prompt_logprobs import PromptLogprobs
 from cbatch.sampling_params import SamplingParams
 
-# Of a thread of an engine's that runs a user's function: ``on_end`` of that engine's handles.
-at_work = threading.local()
+# While a thread runs a logits processor, ``on_end`` is that of its engine's handles, and so tells which engine's.
+running_processor = threading.local()
 
 _PATIENCE_S = 0.1  # of an abort, with somebody else who is ending the request
 
@@ -188,7 +188,7 @@ class RequestHandle:
             with self._lock:
                 if ready():
                     return True
-                if getattr(at_work, "on_end", None) == self._on_end:
+                if getattr(running_processor, "on_end", None) == self._on_end:
                     raise CBatchError(
                         f"request {self.request_id}: a logits processor waits for it, while its engine waits for the "
                         "processor"
