@@ -166,7 +166,9 @@ def sampling(num_columns: int, top_k: int | None) -> Row:
     slots = torch.randperm(NUM_ROWS, device="cuda").int()
     last_tokens, sampled = torch.zeros(2, NUM_ROWS + 1, dtype=torch.int32, device="cuda").unbind(0)
     wishes = SamplingParams(temperature=0.8, top_k=top_k or 0, top_p=0.9 if top_k else 1.0)
-    words = [encode(wishes, 77 * i, prompt_len=1, stop_ids=(), bad_word_ids=()).words for i in range(NUM_ROWS + 1)]
+    words = [
+        encode(wishes, 77 * i, prompt_len=1, stop_ids=(), bad_word_ids=()).param_values for i in range(NUM_ROWS + 1)
+    ]
     params = torch.from_numpy(np.stack(words)).to("cuda")
     positions = torch.randint(8192, (NUM_ROWS,), dtype=torch.int32, device="cuda")
     rows = torch.arange(NUM_ROWS, dtype=torch.int32, device="cuda")

@@ -220,7 +220,7 @@ def beam_sequence(
     return Sequence(
         known,
         max_len,
-        sampling_bits=_STATE.words,
+        param_values=_STATE.param_values,
         flags=_STATE.flags,
         priority=priority,
         cache_salt=cache_salt,

@@ -43,14 +43,14 @@ class DeviceBatch:
 
 
 class Landing:
-    """What comes back of a step, int32: ``sampled [max_num_seqs]``, and behind it ``records``, of its logprobs.
+    """The area for a step's results, int32: ``sampled [max_num_seqs]``, and behind it the ``records`` of its logprobs.
 
-    ``records [max_num_seqs, LOGPROB_WORDS]`` are laid out as ``kernels.slot_layout`` says. Few steps have any, so
-    a copy takes ``head(rows)``: the tokens, and the records of so many rows.
+    ``records [max_num_seqs, LOGPROB_WORDS]`` are laid out as ``kernels.slot_layout`` says. Few steps have any, so a
+    copy takes ``head(num_records)``: the tokens, and only as many records as there are.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device, *, pin_memory: bool = False) -> None:
-        # At 16 bytes, whatever max_num_seqs is: Triton compiles another kernel for what does not begin there.
+        # Records begin at a multiple of 16 bytes: Triton would compile another kernel for unaligned ones.
         self._begin = -(-max_num_seqs // 4) * 4
         size = self._begin + max_num_seqs * LOGPROB_WORDS
         self._words = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
@@ -62,10 +62,10 @@ class Landing:
 
 
 class Masks:
-    """Of the rows with a grammar in a step: ``slots [max_num_seqs]``, and ``masks [max_num_seqs, words]``; int32.
+    """Token masks of a step's rows with a grammar: ``slots [max_num_seqs]``, ``masks [max_num_seqs, words]``; int32.
 
-    On both sides. A copy takes ``head(rows)``. What no step writes costs address space on the CPU, and a few MiB of
-    pinned memory otherwise.
+    Allocated on the host and on the device; a copy takes ``head(rows)``. Rows that no step writes cost address space on
+    the CPU, and with CUDA a few MiB of pinned memory.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -76,12 +76,12 @@ class Masks:
         self.slots, self.masks = (part.numpy() for part in self._parts(self._host, max_num_seqs))
 
     def head(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """What is copied for so many rows, on the host and on the device."""
+        """What is copied for ``num_rows`` rows, on the host and on the device."""
         size = self._max_num_seqs + num_rows * self._num_words
         return self._host[:size], self._device[:size]
 
     def on_device(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Slots and masks of so many rows."""
+        """Slots and masks of the first ``num_rows`` rows."""
         return self._parts(self._device, num_rows)
 
     def _parts(self, words: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -98,10 +98,10 @@ class IOBuffer:
         limit: Bucket,
         choose: Callable[[int, int], Bucket],
         device: torch.device,
-        max_spare_words: int = 0,
-        vocab_size: int = 0,
+        max_spare_words: int,
+        vocab_size: int,
     ) -> None:
-        """``choose`` gives the bucket of a step of so many tokens and rows; ``limit`` is the largest one.
+        """``choose(num_tokens, num_rows)`` gives the bucket of a step; ``limit`` is the largest bucket.
 
         Behind the arrays of any step there is room for ``max_spare_words``.
         """
@@ -142,11 +142,11 @@ class IOBuffer:
         return self._step.host
 
     def logprobs(self, num_samples: int) -> Logprobs:
-        """Of a landed step some row of which wanted them; copies."""
+        """The log-probabilities of a landed step whose plan has LOGPROBS; copies."""
         return read_records(self._records[:num_samples])
 
-    # What this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock, and beside
-    # 64 threads that want it, getting it back is what a launch takes longest for.
+    # The views that this step uses. Made once for each bucket: every slice of a tensor gives up the interpreter lock,
+    # and beside 64 threads that want it, a launch spends most of its time on getting it back.
 
     @property
     def batch(self) -> DeviceBatch:
@@ -158,8 +158,8 @@ class IOBuffer:
         return self._step.device_words
 
     @property
-    def outbound(self) -> tuple[Tensor, Tensor]:
-        """What the step copies to the device, on the host and there. Slices where it has spare words, as few have."""
+    def h2d(self) -> tuple[Tensor, Tensor]:
+        """What the step's copy in is from, on the host, and to. Slices, but only if it has spare words, as few have."""
         if not self.num_spare_words:
             return self._step.host_words, self._step.device_words
         end = self._step.host.num_words + self.num_spare_words
@@ -172,8 +172,8 @@ class IOBuffer:
         return self.device_slab[begin : begin + self.num_spare_words]
 
     @property
-    def landing(self) -> tuple[Tensor, Tensor]:
-        """What the step copies back, on the host and on the device: its tokens, and logprobs if it lands some."""
+    def d2h(self) -> tuple[Tensor, Tensor]:
+        """What the step's copy out is to, on the host, and from: its tokens, and logprobs if it lands some."""
         return self._step.with_logprobs if self.lands_logprobs else self._step.tokens_only
 
 
@@ -188,18 +188,18 @@ class _Views:
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of rows: of each one's own token, and then of the most likely ones."""
+    """Log-probabilities of rows: of the sampled token, then of the most likely ones."""
 
-    ids: NDArray[np.int32]  # [num_rows, 1 + MAX_LOGPROBS], in order, the lower id first of equals; -1: there is no more
+    ids: NDArray[np.int32]  # [num_rows, 1 + MAX_LOGPROBS], by rank, of equals the lower id first; -1: there are no more
     values: NDArray[np.float32]  # likewise; -inf
-    ranks: NDArray[np.int32]  # [num_rows], the own token's place in that order, from 1
+    ranks: NDArray[np.int32]  # [num_rows], the sampled token's, from 1
 
     def of(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Logprobs:
         return Logprobs(self.ids[rows], self.values[rows], self.ranks[rows])
 
 
 def read_records(records: NDArray[np.int32]) -> Logprobs:
-    """What is in ``records [num_rows, LOGPROB_WORDS]``; copies."""
+    """Decode ``records [num_rows, LOGPROB_WORDS]``; copies."""
     columns = MAX_LOGPROBS + 1
     values = records[:, columns + 1 : 2 * columns + 1].copy().view(np.float32)
     return Logprobs(records[:, :columns].copy(), values, records[:, columns].copy())
@@ -215,9 +215,9 @@ def eager_bucket(limit: Bucket) -> Callable[[int, int], Bucket]:
 
 
 def round_up(count: int) -> int:
-    """The bucket of a count: steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then an eighth of the power below.
+    """Round up to a multiple of 1 up to 8, of 8 up to 32, of 16 up to 256, then of an eighth of the power of two below.
 
-    Not 40: products come in tiles of 32 and 64 rows, and one of 64 is slower where few of its rows are there. A step of
+    There is no 40: a product takes tiles of 32 or 64 rows, and one of 64 is slower if few of them are used. A step of
     33 requests took 1.054 times one of 32 with 40 rows, and takes 1.035 with 48 (8B shape, H200).
     """
     if count <= 8:

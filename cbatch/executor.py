@@ -90,7 +90,7 @@ class Executor:
                     _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
         else:
             self.lane = CpuLane(self.buffers)
-        self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of a step with prompts are padded to
+        self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of mixed steps are padded to
         self._run = self._graphs.launch if self._graphs else self._runner.run
         self._finish = self._graphs.finish if self._graphs else self._runner.finish
 

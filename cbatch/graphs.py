@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,25 +27,18 @@ from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Buckets:
-    """The step sizes that have a graph: decode steps (every row one token) and mixed ones.
+    """The step sizes that have a graph: of decode steps (every row has one token) and of mixed ones.
 
-    Decode steps come in steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then coarser. Mixed steps are padded to
-    the next power of two, or one and a half of one, and have rows for every slot.
+    The rows of decode steps are rounded as ``round_up`` says. The tokens of mixed steps are padded to the next power of
+    two, or one and a half of one, and they have rows for every slot.
     """
 
-    max_num_tokens: int
-    max_num_seqs: int
-    decode: tuple[int, ...] = field(init=False)
-    mixed: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        decode = sorted({min(round_up(n), self.max_num_seqs) for n in range(1, self.max_num_seqs + 1)})
-        mixed = [size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))]
-        mixed = [size for size in mixed if size < self.max_num_tokens] + [self.max_num_tokens]
-        object.__setattr__(self, "decode", tuple(decode))
-        object.__setattr__(self, "mixed", tuple(mixed))
+    def __init__(self, max_num_tokens: int, max_num_seqs: int) -> None:
+        self.max_num_tokens, self.max_num_seqs = max_num_tokens, max_num_seqs
+        self.decode = sorted({min(round_up(n), max_num_seqs) for n in range(1, max_num_seqs + 1)})
+        sizes = [size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))]
+        self.mixed = [*(size for size in sizes if size < max_num_tokens), max_num_tokens]
 
     def choose(self, num_tokens: int, num_rows: int) -> Bucket:
         """The smallest bucket that a step fits into."""
@@ -66,23 +59,23 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The graph of a bucket. It samples greedily; ``redraw`` has the graphs that sample again from its logits.
+class _BucketGraphs:
+    """The graphs of a bucket: ``step`` samples greedily, those in ``redraw`` sample again from its logits.
 
-    The keys are what ``sampler.drawing`` says. PROCESSED does everything, so that it is one graph and not four; a row
-    has the same token from any graph that does what it asks for.
+    The keys are those of ``sampler.drawing``. PROCESSED does everything, so that it is one graph and not four; a row
+    gets the same token from any graph that does what it asks for.
     """
 
-    words: torch.Tensor  # its part of the static slab
+    words: torch.Tensor  # the bucket's part of the static slab
     landing: dict[bool, torch.Tensor]  # what is copied out, with logprobs and without
-    graph: torch.cuda.CUDAGraph
+    step: torch.cuda.CUDAGraph
     redraw: dict[int, torch.cuda.CUDAGraph]
     logprobs: torch.cuda.CUDAGraph
     logits: _Window
 
 
 class _Window:
-    """A tensor's memory without a share in it: the pool may give it to other graphs, whose replays overwrite it."""
+    """A tensor's memory, without keeping it alive: the pool may give it to other graphs, which overwrite it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._address, self._shape, self._strides = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
@@ -90,12 +83,12 @@ class _Window:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A tensor over it, made anew (some 10 µs): one that was kept would keep this object, which would keep it."""
+        """A new tensor over it (some 10 µs). Not cached: tensor and window would keep each other alive."""
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Numba's protocol, which knows no bfloat16: as integers of the same size."""
+        """Numba's protocol. It knows no bfloat16, so: integers of the same size."""
         size = self._dtype.itemsize
         return {
             "shape": self._shape,
@@ -122,18 +115,18 @@ class GraphSet:
         device = runner.model.device
         limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
-        caller = torch.cuda.current_stream(device)  # fills in here what the graphs read there
+        caller = torch.cuda.current_stream(device)  # zeroes the tensors below; ``stream`` waits for that
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._landing = Landing(buckets.max_num_seqs, device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._steps: dict[Bucket, _Step] = {}
+        self._graphs: dict[Bucket, _BucketGraphs] = {}
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_stream(caller)
             sizes = [free]
             for bucket in buckets.all():
-                self._steps[bucket] = self._capture(bucket)
+                self._graphs[bucket] = self._capture(bucket)
                 sizes.append(torch.cuda.mem_get_info(device)[0])
             # What one more bucket costs: the first ones fill the pool, the later ones find their memory in it.
             self.bytes_per_bucket = float(np.median(-np.diff(sizes)))
@@ -142,30 +135,30 @@ class GraphSet:
         self.num_bytes = free - torch.cuda.mem_get_info(device)[0]  # of the card: pool, and the driver's share
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._graphs)
 
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
         """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs.
 
-        Of a HELD step the first copy and the first replay. What that draws nobody reads: ``finish`` draws again.
+        Of a HELD step, the first copy and the first replay only. Nobody reads what that draws: ``finish`` draws again.
         """
-        step = self._steps[plan.host.bucket]
-        step.words.copy_(io.device_words)
-        step.graph.replay()
+        graphs = self._graphs[plan.host.bucket]
+        graphs.words.copy_(io.device_words)
+        graphs.step.replay()
         if not plan.flags & HELD:
             self.finish(io, plan)
 
     def finish(self, io: IOBuffer, plan: StepPlan, edits: Sequence[Edit] = ()) -> None:
-        """What follows the step's graph. No other step's may have been replayed between: it could own the logits."""
-        step = self._steps[plan.host.bucket]
+        """What follows the step's graph. No other step's graph may run between them: it could overwrite the logits."""
+        graphs = self._graphs[plan.host.bucket]
         if draw := drawing(plan.flags):
-            with edited(step.logits.tensor, edits, plan.flags) if edits else nullcontext():
-                step.redraw[draw].replay()
+            with edited(graphs.logits.tensor, edits, plan.flags) if edits else nullcontext():
+                graphs.redraw[draw].replay()
         if plan.flags & LOGPROBS:
-            step.logprobs.replay()
-        io.landing[1].copy_(step.landing[io.lands_logprobs])
+            graphs.logprobs.replay()
+        io.d2h[1].copy_(graphs.landing[io.lands_logprobs])
 
-    def _capture(self, bucket: Bucket) -> _Step:
+    def _capture(self, bucket: Bucket) -> _BucketGraphs:
         batch = DeviceBatch(self._slab, self._shape, bucket)
         decode = bucket.num_tokens == bucket.num_rows
         sizes = StepSizes(
@@ -181,8 +174,8 @@ class GraphSet:
 
         landing = self._landing
         graph, logits = self._record(partial(self._runner.step, batch, sizes, landing, 0))
-        # What follows is replayed right behind its step, whose logits nothing has overwritten by then. They are held
-        # here until it is captured, so that it finds no room in their place.
+        # The graphs below are replayed right behind the step's, before anything overwrites its logits. ``logits`` stays
+        # alive until they are captured, so that none of them gets its memory.
         redraw = {}
         for flags in (RANDOM, RANDOM | FILTERED, RANDOM | FILTERED | PROCESSED):
             sample = partial(self._runner.sample, batch, bucket.num_rows, logits, landing, flags)
@@ -190,13 +183,12 @@ class GraphSet:
         logprobs, _ = self._record(partial(self._runner.logprobs, logits, landing))
         words = self._slab[: layout(self._shape, bucket)[1]]
         heads = {False: landing.head(0), True: landing.head(bucket.num_rows)}
-        return _Step(words, heads, graph, redraw, logprobs, _Window(logits))
+        return _BucketGraphs(words, heads, graph, redraw, logprobs, _Window(logits))
 
     def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.
 
-        Returns what the captured run did, too. The error mode is the thread's own: CUDA work that other threads of the
-        program do meanwhile is none of ours.
+        Returns the graph, and what the captured run returned.
         """
         run()
         graph = torch.cuda.CUDAGraph()
@@ -214,12 +206,12 @@ class GraphSet:
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what the block launches, with workspaces of cuBLAS that lie in the graph's own memory.
 
-    cuBLAS has one workspace for each thread and stream, made by whoever multiplies first, and a graph holds its
-    address alone. All of them are given back when torch.compile captures, or another engine starts; the graph would
-    then write to memory that is somebody else's, or nobody's. So they are given back in front of a capture, which
-    makes one of its own, and behind it, so that nobody else uses that.
+    cuBLAS has one workspace for each thread and stream, allocated at the first product there, and a graph holds only
+    its address. torch frees all of them when torch.compile captures, or another engine starts; the graph would then
+    write to memory that is not its own any more. So they are freed before a capture, which allocates one in its own
+    pool, and again after it, so that nothing else uses that one.
 
-    Nothing is collected meanwhile: it could free tensors into the pool, or call what a capture does not allow.
+    Garbage collection is off meanwhile: it could free tensors into the pool, or make calls that a capture forbids.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -228,7 +220,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         begin_capture(graph, pool)
         try:
             yield
-        except BaseException:  # of which the caller is to hear, not that the end fails for it
+        except BaseException:  # the error that counts; ending the capture fails because of it
             with suppress(RuntimeError):
                 _end_capture(graph, pool)
             raise
@@ -245,8 +237,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # Torch 2.11 leaves its allocator in the belief that the capture goes on, and it would never again free what it
-        # caches to make room. From 2.12 on there is nothing left to end, which is the error suppressed here.
+        # In torch 2.11 the allocator then believes that the capture goes on, and never again frees cached memory to
+        # make room. From 2.12 on there is nothing left to end, which is the error suppressed here.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
@@ -256,14 +248,15 @@ _swapping = threading.Lock()  # of the process, as the generator is
 
 
 def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Begin, and leave the default CUDA generator to the other threads of the program.
+    """Begin a capture that confines itself to this thread, and leaves the default CUDA generator to the others.
 
-    torch 2.11 marks the state of that generator as captured from here to ``capture_end``, and until then whoever draws
-    from it fails, in any thread: "Offset increment outside graph capture encountered unexpectedly." Nothing of ours
-    draws, so the graph gets a copy of the state instead. ``capture_begin`` takes the state that the generator has,
-    allocates two numbers for it on the device, and only then marks it; so the first operator that it runs gives the
-    generator its own state back. What remains: what other threads do with the generator between the two swaps happens
-    to the copy, so the numbers they draw there come once more. torch 2.13 marks nothing here.
+    CUDA work that other threads do meanwhile is no part of the capture, by its error mode. But torch 2.11 marks the
+    state of the default generator as captured until ``capture_end``, and drawing from it fails meanwhile in any thread:
+    "Offset increment outside graph capture encountered unexpectedly." None of our graphs draws from it, so the capture
+    gets a copy of the state. ``capture_begin`` reads the generator's state, allocates two numbers for it on the device,
+    and only then marks it; so the first operator that it runs is where the generator gets its own state back. What
+    remains: numbers that other threads draw between the two swaps come from the copy, and so come once more. torch 2.13
+    marks nothing here.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     with _swapping:

@@ -95,7 +95,7 @@ class Draft:
             common.prompt,
             common.max_len,
             stop_token_ids=self.stop_ids,
-            sampling_bits=state.words,
+            param_values=state.param_values,
             flags=state.flags,
             skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
             wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,

@@ -43,9 +43,9 @@ class SlotUpload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A request's sampling state: ``NUM_PARAMS`` words, its flags, and what goes to its slot when it is PROCESSED."""
+    """A request's sampling state: ``param_values [NUM_PARAMS]``, its flags, and its slot's upload when PROCESSED."""
 
-    words: NDArray[np.int32]
+    param_values: NDArray[np.int32]
     flags: int
     upload: SlotUpload | None
 

@@ -115,7 +115,7 @@ class CpuLane:
     def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         io.lane_state.landed.clear()
         io.lane_state.marks = marks
-        self._jobs.put(_Job(io, compute, io.outbound, True, not held))
+        self._jobs.put(_Job(io, compute, io.h2d, True, not held))
 
     def launch_rest(
         self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
@@ -174,7 +174,7 @@ class CpuLane:
         computed = time.perf_counter()
         step.times = (start, copied, computed) if job.first else (*step.times[:2], computed)
         if job.last:
-            on_host, on_device = job.io.landing  # ``compute`` may have changed it
+            on_host, on_device = job.io.d2h  # ``compute`` may have changed it
             on_host.copy_(on_device)
             if step.marks is not None:
                 step.marks.times = (*step.times, time.perf_counter())
@@ -225,7 +225,7 @@ class CudaLane:
             with torch.cuda.stream(self.h2d):
                 if marks is not None:
                     marks.h2d[0].record(self.h2d)
-                on_host, on_device = io.outbound
+                on_host, on_device = io.h2d
                 on_device.copy_(on_host, non_blocking=True)
                 if marks is not None:
                     marks.h2d[1].record(self.h2d)
@@ -267,7 +267,7 @@ class CudaLane:
             self.d2h.wait_event(step.end)
             if marks is not None:
                 marks.d2h[0].record(self.d2h)
-            on_host, on_device = io.landing  # ``compute`` may have changed it
+            on_host, on_device = io.d2h  # ``compute`` may have changed it
             on_host.copy_(on_device, non_blocking=True)
             if marks is not None:
                 marks.d2h[1].record(self.d2h)

@@ -703,8 +703,8 @@ class Scheduler:
         num_updates, num_overflow, num_copies = self.block_tables.write_changes(host)
         for i, sequence in enumerate(admitted):
             host.param_slots[i] = sequence.slot
-            if sequence.sampling_bits is not None:
-                host.param_values[i] = sequence.sampling_bits
+            if sequence.param_values is not None:
+                host.param_values[i] = sequence.param_values
         pad(host, t, num_tokens, num_rows, num_samples, num_updates, len(admitted))
 
         plan = StepPlan(

@@ -23,7 +23,7 @@ class Sequence:
     """One prompt, ``prompt_token_ids [num_tokens]`` int32 (nobody writes them again), and what grows behind it.
 
     ``payload`` is the caller's own object, handed back untouched with every landed token. ``max_len`` is the total
-    length at which the sequence ends. ``sampling_bits`` (int32) goes to the device with the slot, and ``flags`` are
+    length at which the sequence ends. ``param_values`` (int32) go to the device with the slot, and ``flags`` are
     OR-ed over a step; the scheduler reads neither. Of two sequences, the one with the smaller ``priority`` goes first
     where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``. One that has
     ``skip_reading_prefix_cache`` computes every token itself, as where something is wanted of each; others may hit it.
@@ -50,12 +50,12 @@ class Sequence:
         "num_landed",
         "num_preemptions",
         "num_prompt_tokens",
+        "param_values",
         "pauses",
         "payload",
         "pending",
         "priority",
         "rank",
-        "sampling_bits",
         "skip_reading_prefix_cache",
         "slot",
         "status",
@@ -72,7 +72,7 @@ class Sequence:
         max_len: int,
         *,
         stop_token_ids: Iterable[int] = (),
-        sampling_bits: NDArray[np.int32] | None = None,
+        param_values: NDArray[np.int32] | None = None,
         flags: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
@@ -85,7 +85,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = max_len
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.sampling_bits = sampling_bits
+        self.param_values = param_values
         self.flags = flags
         self.priority = priority
         self.cache_salt = cache_salt

@@ -37,7 +37,7 @@ def sample(logits: Tensor, params: Tensor, positions: Tensor, flags: int) -> Ten
 def draw(logits: Tensor, params: SamplingParams, seed: int = 1, positions: int = 1) -> np.ndarray:
     """Tokens at ``positions`` successive positions from one row of logits."""
     asked = encoded(params, seed)
-    rows = torch.from_numpy(np.tile(asked.words, (positions, 1)))
+    rows = torch.from_numpy(np.tile(asked.param_values, (positions, 1)))
     return sample(logits.expand(positions, -1), rows, torch.arange(positions, dtype=torch.int32), asked.flags).numpy()
 
 
@@ -119,9 +119,9 @@ def test_same_seed_draws_the_same_in_any_batch() -> None:
     ]
     rows = [encoded(p, 40 + i) for i, p in enumerate(asked)]
     positions = torch.tensor([3, 1, 4, 1, 5, 9], dtype=torch.int32)
-    together = sample(logits, torch.from_numpy(np.stack([e.words for e in rows])), positions, RANDOM | FILTERED)
+    together = sample(logits, torch.from_numpy(np.stack([e.param_values for e in rows])), positions, RANDOM | FILTERED)
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], torch.from_numpy(row.words[None]), positions[i : i + 1], row.flags)
+        alone = sample(logits[i : i + 1], torch.from_numpy(row.param_values[None]), positions[i : i + 1], row.flags)
         assert alone.item() == together[i].item()
     assert together[0] == logits[0].argmax() and together[4] == logits[4].argmax()
 
@@ -175,7 +175,7 @@ def test_unfiltered_row_is_not_cut_beside_a_filtered_one() -> None:
     """The running sum of probabilities rounds to 1 early: rows that keep all must not be cut there."""
     logits = torch.linspace(0, -30, 49_152)[None]
     asked = encoded(SamplingParams(temperature=1.0), 5)
-    rows, positions = torch.from_numpy(np.tile(asked.words, (300, 1))), torch.arange(300, dtype=torch.int32)
+    rows, positions = torch.from_numpy(np.tile(asked.param_values, (300, 1))), torch.arange(300, dtype=torch.int32)
     alone = sample(logits.expand(300, -1), rows, positions, asked.flags)
     assert torch.equal(sample(logits.expand(300, -1), rows, positions, RANDOM | FILTERED), alone)
 
@@ -214,7 +214,7 @@ def test_a_request_brings_the_flags_of_what_it_asks_for(asked: dict, flags: int,
     """What a step does is the OR of them: a greedy batch runs the greedy graph and nothing else."""
     got = encode(SamplingParams(**asked), 3, prompt_len=4, stop_ids=(2,), bad_word_ids=())
     assert (got.flags, drawing(got.flags)) == (flags, way)
-    assert (got.upload is not None) == bool(flags & PROCESSED) and got.words.shape == (NUM_PARAMS,)
+    assert (got.upload is not None) == bool(flags & PROCESSED) and got.param_values.shape == (NUM_PARAMS,)
 
 
 def test_without_stop_tokens_min_tokens_is_nothing_to_do_and_a_bad_word_is() -> None:
@@ -225,7 +225,7 @@ def test_without_stop_tokens_min_tokens_is_nothing_to_do_and_a_bad_word_is() -> 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e300])
 def test_a_penalty_beyond_float32_leaves_logits_numbers(penalty: float) -> None:
-    words = encoded(SamplingParams(repetition_penalty=penalty), 1).words
+    words = encoded(SamplingParams(repetition_penalty=penalty), 1).param_values
     value = words[slot_layout.REPETITION : slot_layout.REPETITION + 1].view(np.float32)[0]
     assert np.isfinite(np.float32(1000) / value) and np.isfinite(np.float32(-1000) * value)
 
@@ -233,14 +233,14 @@ def test_a_penalty_beyond_float32_leaves_logits_numbers(penalty: float) -> None:
 def test_logprobs_come_back_behind_the_tokens_and_only_if_they_are_wanted() -> None:
     """One copy carries what a step needs: the tokens, or the tokens and the records of its rows."""
     limit = Bucket(64, 16)
-    io = IOBuffer(StepShape(1, 16, NUM_PARAMS), limit, Bucket, torch.device("cpu"))
+    io = IOBuffer(StepShape(1, 16, NUM_PARAMS), limit, Bucket, torch.device("cpu"), max_spare_words=0, vocab_size=100)
     io.host_batch(8, 4)
-    assert io.landing[0].numel() == io.landing[1].numel() == 16
+    assert io.d2h[0].numel() == io.d2h[1].numel() == 16
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(6))
     io.device_landing.sampled[:4] = torch.tensor([9, 8, 7, 6])
     reference.logprobs(logits, io.device_landing.sampled, io.device_landing.records)
     io.lands_logprobs = True
-    on_host, on_device = io.landing
+    on_host, on_device = io.d2h
     assert on_host.numel() == on_device.numel() < 16 + 5 * (2 * MAX_LOGPROBS + 4)
     on_host.copy_(on_device)
     ids, values, ranks = io.logprobs(4)

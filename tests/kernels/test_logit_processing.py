@@ -69,7 +69,7 @@ class Batch:
         admissions = []
         for slot, row in zip(slots, self.rows, strict=True):
             asked = row.encoded
-            words[slot] = asked.words
+            words[slot] = asked.param_values
             assert (asked.upload is not None) == bool(asked.flags & PROCESSED)
             if asked.upload is not None:
                 admissions.append(Admission(slot, asked.upload, row.history, len(row.prompt)))

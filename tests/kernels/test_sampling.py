@@ -38,7 +38,7 @@ ASKED = [  # neighbours in one batch
 def params_of(asked: list[SamplingParams], device: str) -> Tensor:
     """[len(asked) + 1, NUM_PARAMS]: one slot each, and the dummy, which asks for something too."""
     words = [
-        encode(params, 40 + i, prompt_len=1, stop_ids=(), bad_word_ids=()).words
+        encode(params, 40 + i, prompt_len=1, stop_ids=(), bad_word_ids=()).param_values
         for i, params in enumerate([*asked, ASKED[4]])
     ]
     return torch.from_numpy(np.stack(words)).to(device)
