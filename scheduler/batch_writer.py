@@ -13,9 +13,9 @@ from cbatch.scheduler.slots import SlotTables
 
 
 def write_decodes(host: HostBatch, t: SlotTables, blocks: BlockTables, slots: NDArray[np.intp]) -> int:
-    """The first rows: one token of each of these slots, with a zero for the one that is not known yet.
+    """Write the first rows: one token of each of these slots, as a zero that the device fills in.
 
-    Counts it as computed, and the next one as known. Returns the longest context.
+    Counts it as computed, and the token to be sampled as one more. Returns the longest context.
     """
     n, size = int(slots.size), t.block_size
     positions = t.num_computed[slots]
@@ -38,10 +38,10 @@ def write_decodes(host: HostBatch, t: SlotTables, blocks: BlockTables, slots: ND
 def write_chunks(
     host: HostBatch, t: SlotTables, blocks: BlockTables, chunks: list[tuple[Sequence, int]], num_decodes: int
 ) -> NDArray[np.intp]:
-    """The rows of prefill chunks, (sequence, number of tokens), behind the decode rows.
+    """Write the rows of prefill chunks, (sequence, number of tokens), behind the decode rows.
 
-    Counts them as computed. Where that were all known tokens, the next one is sampled, and counts as known: returns the
-    slots of these.
+    Counts their tokens as computed. A chunk that ends at the last known token samples the next one, which counts as one
+    more. Returns the slots of these.
     """
     size, tables = t.block_size, blocks.tables
     sampled = []

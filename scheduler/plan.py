@@ -1,4 +1,4 @@
-"""What one step runs, as numbers: the layout of its arrays in one int32 slab, and the rows that will land.
+"""One step as numbers: the layout of its arrays in one int32 slab, its sizes, and the rows that will land.
 
 The host slab and its twin on the device have the same layout, a function of the bucket alone, so that one copy of a
 contiguous prefix carries a step over.
@@ -19,7 +19,7 @@ from cbatch.scheduler.swap import Swaps
 
 @dataclass(frozen=True)
 class StepShape:
-    """What every step of an engine has in common, and so fixes the layouts."""
+    """What all steps of an engine have in common; with the bucket, it determines the layout."""
 
     num_groups: int
     block_size: int
@@ -28,7 +28,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Capacities of a layout: a step of at most this many tokens and rows fits."""
+    """Capacities of a layout: the most tokens and rows of a step in it."""
 
     num_tokens: int
     num_rows: int
@@ -77,9 +77,9 @@ class HostBatch:
     table_index, table_value        changes of the resident block tables (flat index, block)
     param_slots, param_values       sampling state of slots that have a new owner
 
-    What few steps have stands behind the layout, in the slab's spare words, one array after the other: changes of the
-    block tables that *overflow* the bucket (all their indices, then all their blocks), and the blocks to copy before
-    the model runs (all sources, then all destinations; none is both).
+    What few steps have lies behind the layout, in the slab's spare words, one array after the other: changes of the
+    block tables that *overflow* the bucket (all indices, then all blocks), and the blocks to copy before the model runs
+    (all sources, then all destinations; no block is both).
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """How much of a step's arrays is in use, and what a launch must know of their content."""
+    """How much of a step's arrays is in use, and what a launch must know about their content."""
 
     num_tokens: int
     num_rows: int
@@ -141,7 +141,7 @@ class StepSizes:
     num_param_updates: int
     max_query_len: int
     max_context_len: int
-    num_pairs: int = 0  # of a chunk's tokens and the keys they attend to, over all chunks
+    num_pairs: int = 0  # (token, key it attends to), over all chunks
     num_overflow: int = 0  # changes of the block tables behind the layout
     num_copies: int = 0  # blocks to copy
 
@@ -164,9 +164,9 @@ class StepPlan:
     slots: NDArray[np.intp]  # [num_samples]
     epochs: NDArray[np.int64]  # [num_samples]
     sequences: NDArray[np.object_]  # [num_samples] of Sequence
-    admitted: list[Sequence]  # sequences that took a slot in this step
-    chunks: list[tuple[Sequence, int]]  # known tokens of whom, and how many; in row order, behind the decode rows
-    swaps: Swaps | None = None  # what is copied from and to the host before it
+    admitted: list[Sequence]  # in the first step of their stay in a slot
+    chunks: list[tuple[Sequence, int]]  # (sequence, number of its tokens), in row order, behind the decode rows
+    swaps: Swaps | None = None  # copies to and from host memory before the step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,10 +178,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landed:
-    """The tokens of a step that count, in row order, and the sequences that ended with theirs."""
+    """The tokens of a step that count, in row order, and the sequences that ended with one of them."""
 
     sequences: NDArray[np.object_]  # [num_landed] of Sequence
     tokens: NDArray[np.int32]  # [num_landed]
     finished: list[Finish]
-    num_wasted: int  # rows computed for a sequence that had already ended, or was preempted or aborted
-    rows: NDArray[np.intp] | None  # [num_landed], which of the step's sampled rows these are; None for all
+    num_wasted: int  # rows of sequences that had already ended, or were preempted or aborted
+    rows: NDArray[np.intp] | None  # [num_landed], which of the step's sampled rows these are; None: all

@@ -3,8 +3,8 @@
     root --[7 7 7 7]--> node 1 --[1 2 3 4]--> node 2       two prompts that share their first block,
                                --[5 6 7 8]--> node 3       block size 4
 
-A node is found by its parent's number and all of its own tokens, in a dict, which compares both. So two prefixes never
-meet, whatever their hashes do: numbers are never used twice, and a node lives no longer than its parent.
+A node is found by its parent's number and all of its own tokens, as the key of a dict, which compares both. So two
+prefixes are never mixed up, even if hashes collide: numbers are never reused, and a node never outlives its parent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Key = tuple[int | bytes, bytes]
 
 
 class Node:
-    """A prefix of ``depth`` whole blocks; ``blocks`` has the last of them, one of each group of layers.
+    """A prefix of ``depth`` whole blocks. ``blocks`` are those of its last column, one for each group of layers.
 
-    A group with a window may have lost its block (``DUMMY_BLOCK`` stands there); the others have theirs as long as the
+    A group with a window may have lost its block (then it is ``DUMMY_BLOCK``); the others keep theirs as long as the
     node lives.
     """
 
@@ -36,15 +36,15 @@ class Node:
 
 
 class PrefixCache:
-    """Prefixes whose keys and values are in the pool, for whoever comes with the same tokens and the same salt.
+    """Prefixes whose keys and values are in the pool, for sequences that begin with the same tokens and salt.
 
     A node's blocks are held by the sequences that use them, or cached by the ``BlockManager`` until it needs them. A
-    sequence that holds a node holds all its ancestors, and lets go of the deepest first; so a node is always taken
+    sequence that holds a node holds all its ancestors, and releases the deepest first; so a node is always evicted
     before its parent.
     """
 
     def __init__(self, blocks: BlockManager, windows: tuple[int, ...]) -> None:
-        """``windows`` has one number for each group of layers; 0: it attends to all of the context."""
+        """``windows``: for each group of layers, how many positions a query sees; 0: all."""
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._windows = windows
@@ -61,7 +61,7 @@ class PrefixCache:
 
     @staticmethod
     def key(parent: Node, tokens: bytes, salt: bytes) -> Key:
-        """What a node is found by. The salt stands in for the root's number, and so tells all that follows apart."""
+        """A node's key. The salt takes the place of the root's number, which keeps the tries of salts apart."""
         return (parent.number or salt, tokens)
 
     # ---- hits
@@ -69,7 +69,7 @@ class PrefixCache:
     def match(self, node: Node | None, token_ids: NDArray[np.int32], salt: bytes) -> Node:
         """The longest cached prefix of a sequence that leaves at least its last token to compute.
 
-        ``node`` is the answer of the last time: what has not changed since is not looked up again.
+        ``node`` is the result of the last call: the search goes on from there.
         """
         size = self._block_size
         limit = (token_ids.size - 1) // size
@@ -86,9 +86,9 @@ class PrefixCache:
         return node
 
     def resumable(self, node: Node) -> Node:
-        """The deepest ancestor, or the node itself, behind which computing can resume.
+        """The node itself or its deepest ancestor after which computing can resume.
 
-        The first query there sees the last ``window`` positions, so it misses nothing that went before them.
+        The first query there sees the last ``window`` positions: their blocks must be there, earlier ones need not.
         """
         size = self._block_size
         groups = [(group, window) for group, window in enumerate(self._windows) if window]
@@ -116,7 +116,7 @@ class PrefixCache:
     # ---- prefixes that are being computed
 
     def announce(self, key: Key, rank: int) -> None:
-        """A running prefill of this rank is about to compute a block."""
+        """A running prefill of this rank is going to compute a block."""
         self._pending[key] = min(rank, self._pending.get(key, rank))
 
     def withdraw(self, key: Key, rank: int) -> None:
@@ -135,17 +135,17 @@ class PrefixCache:
     # ---- life of a node
 
     def publish(self, parent: Node, tokens: bytes, salt: bytes, blocks: list[int]) -> Node:
-        """A running sequence goes on from ``parent``, its last published block, to the next, which is complete.
+        """Publish the block of a running sequence that follows ``parent``, its last published one.
 
-        Returns the node of that: made of the sequence's ``blocks``, or one that was there with blocks of its own. A
-        group that had none there gets the sequence's. ``DUMMY_BLOCK`` stands for one that is out of its window already.
+        Returns its node: a new one with the sequence's ``blocks``, or the one that is there already, with its own. A
+        group whose block is missing there gets the sequence's. ``DUMMY_BLOCK``: outside the group's window already.
         """
         key = self.key(parent, tokens, salt)
         new = Node(self._last_number + 1, parent, parent.depth + 1, key, blocks)
         node = self._nodes.setdefault(key, new)
         node.links += 1
         if node is new:
-            self._last_number += 1  # and the parent has a child now in place of the sequence
+            self._last_number += 1  # the parent's links stay: a child instead of the sequence
             for block in blocks:
                 if block != DUMMY_BLOCK:
                     self._owner[block] = node
@@ -160,7 +160,7 @@ class PrefixCache:
         return node
 
     def enter(self, node: Node) -> None:
-        """A running sequence has its last published block here."""
+        """A running sequence's last published block is this node's."""
         node.links += 1
 
     def leave(self, node: Node) -> None:
@@ -169,7 +169,7 @@ class PrefixCache:
             self._prune(node)
 
     def reset(self) -> None:
-        """Forget every prefix. Blocks that running sequences hold stay theirs, and unpublished."""
+        """Forget every prefix. Blocks that running sequences hold stay theirs, but are published no more."""
         owned = [block for block, node in enumerate(self._owner) if node is not None]
         for node in self._nodes.values():
             node.key = None
@@ -180,7 +180,10 @@ class PrefixCache:
         self._blocks.unpublish(np.array(owned, np.int32))
 
     def _forget(self, block: int) -> list[int]:
-        """A cached block is taken. Without a block of all its context a node is worth nothing, and so it goes."""
+        """A cached block is being allocated: returns the blocks that go with it.
+
+        A block of a group with a window goes alone. Without one of another group the node is useless, and goes too.
+        """
         node = self._owner[block]
         assert node is not None
         if self._has_windows and self._windows[group := node.blocks.index(block)]:
@@ -198,7 +201,7 @@ class PrefixCache:
         return gone
 
     def _prune(self, node: Node) -> None:
-        """Remove a node that holds no block, and those above it, where they were there for others only."""
+        """Remove a node without blocks and links, and then its ancestors of the same kind."""
         while not node.links and node.parent is not None and not any(node.blocks):
             assert node.key is not None
             del self._nodes[node.key]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cbatch.scheduler.prefix_cache import Key, Node
 
-MAX_PRIORITY = 2**22 - 1  # and no less than its negative: priority and arrival together are one 64-bit rank
+MAX_PRIORITY = 2**22 - 1  # in absolute value: priority and arrival together make one 64-bit rank
 
 
 class Status(Enum):
@@ -20,23 +20,22 @@ class Status(Enum):
 
 
 class Sequence:
-    """One prompt, ``prompt_token_ids [num_tokens]`` int32 (nobody writes them again), and what grows behind it.
+    """A prompt, ``prompt_token_ids [num_tokens]`` int32 (not written to any more), and the output that grows behind it.
 
-    ``payload`` is the caller's own object, handed back untouched with every landed token. ``max_len`` is the total
-    length at which the sequence ends. ``param_values`` (int32) go to the device with the slot, and ``flags`` are
-    OR-ed over a step; the scheduler reads neither. Of two sequences, the one with the smaller ``priority`` goes first
-    where the policy heeds it. Sequences share cached prefixes only with those of the same ``cache_salt``. One that has
-    ``skip_reading_prefix_cache`` computes every token itself, as where something is wanted of each; others may hit it.
-
-    ``num_cached_tokens`` says how many tokens its last admission did not compute: they were in the prefix cache, or in
-    host memory, or are those of the sequence that it was forked from.
-
-    ``wants_prompt_logits``: logits are made of all its prompt's tokens, so a step takes few of them at once. One that
-    ``pauses`` stays in its slot when its known tokens are computed, and takes part in no step until ``unpause``.
-
-    ``epoch`` names one residence in a slot and is unique over the scheduler's life; 0 means none. A row of a plan
-    counts only while the sequence still has the epoch that the row was planned with: preemption, abort and every
-    finish but the one by length end it.
+    - ``max_len``: the total length at which the sequence ends.
+    - ``payload``: the caller's object, which comes back with every landed token; the scheduler does not look at it.
+    - ``param_values`` (int32) go to the device with the slot, and ``flags`` are OR-ed over a step; the scheduler reads
+      neither.
+    - ``priority``: the smaller goes first, under the policy ``"priority"``.
+    - ``cache_salt``: cached prefixes are shared only between sequences of the same salt.
+    - ``skip_reading_prefix_cache``: compute every token, for something is wanted of each; others may still hit them.
+    - ``wants_prompt_logits``: the logits of all prompt tokens are made, so a step takes few of them at once.
+    - ``pauses``: when its known tokens are computed it stays in its slot, and is in no step until ``unpause``.
+    - ``num_cached_tokens``: tokens that its last admission did not compute: they were in the prefix cache, in host
+      memory, or in the sequence that it was forked from.
+    - ``epoch`` names one stay in a slot, unique over the scheduler's life; 0: none. A row of a plan counts only while
+      the sequence has the epoch that the row was planned with. Preemption, abort, and every finish but the one by
+      length end it.
     """
 
     __slots__ = (
@@ -81,7 +80,7 @@ class Sequence:
         skip_reading_prefix_cache: bool = False,
         payload: object = None,
     ) -> None:
-        self.token_ids = prompt_token_ids  # while waiting: all that is known; while running the slot's row is newer
+        self.token_ids = prompt_token_ids  # all known tokens while it waits; while it runs, the slot's row is newer
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = max_len
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -101,9 +100,9 @@ class Sequence:
         self.num_landed = len(prompt_token_ids)
         self.num_preemptions = 0
         self.num_cached_tokens = 0
-        # Running: the prefix that ends with its last published block. Waiting: the longest one that it matched so far.
+        # Running: its last published block, as a node of the prefix cache. Waiting: the longest prefix matched so far.
         self.node: Node | None = None
-        # Waiting: host blocks [groups, columns] with its first tokens, or -1; None: it has none.
+        # Waiting: the host blocks [groups, columns] of its first ``swapped_len`` tokens (-1: none); None: not swapped.
         self.swapped: NDArray[np.int32] | None = None
         self.swapped_len = 0
-        self.pending: Key | None = None  # the block that others wait for it to compute
+        self.pending: Key | None = None  # the block it is announced to compute, for which others may wait

@@ -1,18 +1,18 @@
-"""Owns the rows of running sequences as numpy tables, one row a slot. Written row by row on admission, read whole."""
+"""Owns the state of running sequences as numpy tables, a row for each slot. Written a row at a time, read whole."""
 
 from __future__ import annotations
 
 import numpy as np
 
-FREE = np.iinfo(np.int64).min  # rank of a free slot: before every other, so the largest rank is the last sequence's
+FREE = np.iinfo(np.int64).min  # rank of a free slot: below all others, so argmax finds the last running sequence
 NEVER = np.iinfo(np.int32).max
-MAX_STOP_COLUMNS = 8  # compared with every token of every row; a request with more is looked up by itself
+MAX_STOP_COLUMNS = 8  # compared with all rows at once; a request with more stop tokens is looked up by itself
 
 
 class SlotTables:
     """Columns over ``max_num_seqs + 1`` slots; the last slot is the dummy of padded rows and never runs.
 
-    ``tokens`` is as wide as the longest sequence; pages of it that nothing wrote cost no memory.
+    ``tokens`` is as wide as the longest sequence; its memory is only taken where something is written.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -21,7 +21,7 @@ class SlotTables:
         self.max_blocks_per_seq = -(-max_model_len // block_size)
         self.block_size = block_size
         self.dummy_slot = max_num_seqs
-        self.arange = np.arange(rows, dtype=np.int32)  # not a column: to write 0, 1, 2 … without making it anew
+        self.arange = np.arange(rows, dtype=np.int32)  # no column: 0, 1, 2 …, made once
         self.epoch = np.zeros(rows, np.int64)  # 0: the slot is free
         self.rank = np.full(rows, FREE, np.int64)
         self.decoding = np.zeros(rows, np.bool_)  # all known tokens are computed; the next input is the last sample
@@ -29,10 +29,12 @@ class SlotTables:
         self.num_tokens = np.zeros(rows, np.int32)  # known tokens and those in flight
         self.num_landed = np.zeros(rows, np.int32)  # tokens whose value the host knows
         self.max_len = np.zeros(rows, np.int32)
-        self.publish_at = np.full(rows, NEVER, np.int32)  # landed tokens behind which one more block is complete
+        self.publish_at = np.full(
+            rows, NEVER, np.int32
+        )  # once this many tokens have landed, one more block is complete
         self.flags = np.zeros(rows, np.uint8)
         self.stop_ids = np.full((MAX_STOP_COLUMNS, rows), -1, np.int32)
-        self.num_stop_columns = 0  # that a running sequence uses
+        self.num_stop_columns = 0  # in use by some running sequence
         self._num_stops = [0] * rows  # of these columns, by slot
         self._num_slots_with = [rows] + [0] * MAX_STOP_COLUMNS  # by number of stop tokens
         self.has_more_stops = np.zeros(rows, np.bool_)  # too many for the columns: looked up one by one

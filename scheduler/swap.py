@@ -1,6 +1,6 @@
-"""Blocks of preempted sequences that wait in host memory: which, and whether that is cheaper than computing them again.
+"""Blocks of preempted sequences in host memory: which they are, and whether swapping is cheaper than recomputing.
 
-Knows block numbers; a plan says what is copied, in which order: what goes out first, then what comes in, then the step.
+Knows block numbers only. A step's plan says what is copied: first what goes out, then what comes in, then it computes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Swaps:
-    """What is copied for a step. First ``out_blocks`` of the pool to ``out_host``, whose blocks are all different, then
-    ``in_host`` to ``in_blocks``. A block may be among both: it went out, and is taken for what comes in.
+    """The copies of a step: ``out_blocks`` of the pool to ``out_host``, then ``in_host`` to ``in_blocks``.
 
-    The step writes what went out. It uses what comes in only where ``is_needed``; else the next one is the first to.
+    Blocks of ``out_host`` are all different. A block of the pool may occur in both: it is swapped out, and reused for
+    what comes in. The step overwrites what went out. It uses what comes in only if ``is_needed``; otherwise the next
+    step is the first to.
     """
 
     out_blocks: Ints
@@ -33,20 +34,20 @@ class Swaps:
 
 
 class SwapSpace:
-    """Owns the blocks of host memory. A sequence has some of them while it waits, preempted, to go on.
+    """Owns the blocks of host memory. A preempted sequence has some of them while it waits to go on.
 
-    A host block that comes in is free for others from the next plan on: within one, copies out come first.
+    A host block that is copied in is free from the next plan on: within a plan, copies out come first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_blocks_out = 0  # that went out, and came in, since the start
+        self.num_blocks_out = 0  # copied out, and in, since the start
         self.num_blocks_in = 0
-        self.ms_per_block = 0.0  # one way; the owner of the memory measures it
-        self.ms_per_token: float | None = None  # of a prompt, as steps have taken; None: none did yet
+        self.ms_per_block = 0.0  # of one copy, one way; measured by the owner of the memory
+        self.ms_per_token: float | None = None  # to compute a prompt, from past steps; None: unknown so far
         self._most_prefill = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._freed: list[int] = []  # by what comes in before the next step
+        self._freed: list[int] = []  # by copies in before the next step
         self._out: list[tuple[Ints, Ints]] = []
         self._in: dict[Sequence, tuple[Ints, Ints]] = {}
 
@@ -57,9 +58,10 @@ class SwapSpace:
     # ---- which is cheaper
 
     def note(self, num_prefill: int, num_tokens: int, ms: float) -> None:
-        """A step with so many tokens of prompts among all took so long.
+        """Learn from a landed step: ``num_prefill`` of its ``num_tokens`` tokens were of prompts, and it took ``ms``.
 
-        Counts where most were theirs, and not much fewer than there were in another one: a token alone takes a step.
+        Only steps that are mostly prefill count, and not those with far fewer prompt tokens than the largest so far: a
+        step takes a while even for one token.
         """
         self._most_prefill = max(self._most_prefill, num_prefill)
         if 2 * num_prefill > num_tokens and 4 * num_prefill >= self._most_prefill:
@@ -67,13 +69,13 @@ class SwapSpace:
             self.ms_per_token = each if self.ms_per_token is None else 0.8 * self.ms_per_token + 0.2 * each
 
     def is_cheaper(self, num_copies: int, num_tokens: int) -> bool:
-        """Whether to copy blocks, out and in counted each, or to compute so many tokens."""
+        """Whether ``num_copies`` copies of a block take less time than computing ``num_tokens`` tokens."""
         return self.ms_per_token is not None and num_copies * self.ms_per_block < num_tokens * self.ms_per_token
 
     # ---- out and in
 
     def save(self, sequence: Sequence, blocks: Ints, num_tokens: int) -> None:
-        """Send blocks ``[groups, columns]`` out, which hold ``num_tokens`` of a sequence; dummies are left out."""
+        """Copy blocks ``[groups, columns]`` out, the first ``num_tokens`` tokens of a sequence; skips dummies."""
         mask = blocks != DUMMY_BLOCK
         count = int(mask.sum())
         host = np.array([self._free.pop() for _ in range(count)], np.int32)
@@ -84,7 +86,7 @@ class SwapSpace:
         self.num_blocks_out += count
 
     def load(self, sequence: Sequence, columns: int, blocks: Ints) -> None:
-        """Bring what a sequence has from some column on into blocks of the pool; it has nothing here any more."""
+        """Copy a sequence's columns from ``columns`` on into blocks of the pool. It has nothing here afterwards."""
         assert sequence.swapped is not None
         wanted = sequence.swapped[:, columns:]
         host = wanted[wanted >= 0]
@@ -94,23 +96,23 @@ class SwapSpace:
         sequence.swapped, sequence.swapped_len = None, 0
 
     def drop(self, sequence: Sequence) -> None:
-        """A sequence needs no more what it has here: it was aborted, or will compute it."""
+        """Free what a sequence has here: it was aborted, or will be recomputed."""
         if sequence.swapped is None:
             return
         gone = sequence.swapped[sequence.swapped >= 0]
-        for i, (blocks, host) in enumerate(self._out):  # what was not copied yet will not be
+        for i, (blocks, host) in enumerate(self._out):  # copies that were not planned yet
             stays = ~np.isin(host, gone)
             self._out[i] = blocks[stays], host[stays]
         self._free += gone.tolist()
         sequence.swapped, sequence.swapped_len = None, 0
 
     def cancel(self, sequence: Sequence) -> None:
-        """A sequence gives its blocks back before a step brought anything in: they may be another's in that step."""
+        """A sequence releases its blocks before any step has copied in: they may be another's in that step."""
         self._in.pop(sequence, None)
 
     def take_plan(self, chunks: list[tuple[Sequence, int]]) -> Swaps | None:
-        """What is to be copied for the step that is written now, with these chunks; None: nothing."""
-        self._free += self._freed  # the copies out of this plan have their places already
+        """The copies for the step that is being written, with these chunks; None: there are none."""
+        self._free += self._freed  # the copies out have their places already
         self._freed.clear()
         if not self._out and not self._in:
             return None

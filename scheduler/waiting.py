@@ -11,10 +11,10 @@ Entry = tuple[int, Sequence]  # ranks are unique, so sequences are never compare
 
 
 class WaitingQueue:
-    """A heap, and before it the few that were looked at: a sorted list, so that looking again costs nothing.
+    """A heap, and in front of it a sorted list of the few that were looked at, so that looking again costs nothing.
 
-    Adding takes logarithmic time. So does leaving from the front, and aborting none: an aborted sequence stays as a
-    tombstone until it surfaces, until half of the queue are such, or all.
+    Adding and removing from the front take logarithmic time. Aborting takes none: an aborted sequence stays as a
+    tombstone until it surfaces, or until half of the queue are tombstones.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class WaitingQueue:
             heappush(self._heap, entry)
 
     def peek(self, index: int) -> Sequence | None:
-        """The waiting sequence with this index in the order of ranks. Cheap near the front."""
+        """The waiting sequence of this index by rank; None: there are fewer. Cheap near the front."""
         while True:
             if index < len(self._front):
                 sequence = self._front[index][1]
@@ -47,13 +47,13 @@ class WaitingQueue:
                 return None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that ``peek`` has shown."""
+        """Remove a sequence that ``peek`` returned."""
         index = bisect_left(self._front, sequence.rank, key=lambda entry: entry[0])
         assert self._front[index][1] is sequence
         del self._front[index]
 
     def bury(self) -> None:
-        """One of those in here waits no more, and says so by its status."""
+        """Count a sequence in here whose status is not ``WAITING`` any more."""
         self._num_dead += 1
         if not len(self) or 2 * self._num_dead > len(self._front) + len(self._heap) + 64:
             self._front = [entry for entry in self._front if entry[1].status is Status.WAITING]
@@ -62,7 +62,7 @@ class WaitingQueue:
             self._num_dead = 0
 
     def entries(self) -> list[Sequence]:
-        """Everyone in here by rank, tombstones included. Walks everything."""
+        """All sequences in here by rank, tombstones included. Walks everything."""
         assert all(a < b for a, b in zip(self._front, self._front[1:], strict=False)), "the front is out of order"
         assert not self._front or not self._heap or self._front[-1] < self._heap[0], "the heap begins before the front"
         return [sequence for _, sequence in self._front + sorted(self._heap)]
