@@ -26,13 +26,21 @@ from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
 
 T = TypeVar("T")
 
+# Products of many rows come in tiles of 128: between two multiples, 448 rows took longer than 512 do. From 2,048 tokens
+# on, the quarters of a power of two lie on such multiples too.
+_MIXED = (
+    *(16, 24, 32, 48, 64, 96, 128, 192),
+    *range(256, 2048, 128),
+    *(quarters << power - 2 for power in range(11, 31) for quarters in (4, 5, 6, 7)),
+)
+
 
 @dataclass(frozen=True)
 class Buckets:
     """The step sizes that have a graph: decode steps (every row one token) and mixed ones.
 
-    Decode steps come in steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then coarser. Mixed steps are padded to
-    the next power of two, or one and a half of one, and have rows for every slot.
+    Decode steps come in steps of 1 up to 8, of 8 up to 32, of 16 up to 256, then coarser. Mixed steps have rows for
+    every slot, and as many tokens as ``_MIXED`` has, or the most there may be.
     """
 
     max_num_tokens: int
@@ -42,10 +50,9 @@ class Buckets:
 
     def __post_init__(self) -> None:
         decode = sorted({min(round_up(n), self.max_num_seqs) for n in range(1, self.max_num_seqs + 1)})
-        mixed = [size for power in range(4, 31) for size in (2**power, 3 * 2 ** (power - 1))]
-        mixed = [size for size in mixed if size < self.max_num_tokens] + [self.max_num_tokens]
+        mixed = tuple(size for size in _MIXED if size < self.max_num_tokens)
         object.__setattr__(self, "decode", tuple(decode))
-        object.__setattr__(self, "mixed", tuple(mixed))
+        object.__setattr__(self, "mixed", (*mixed, self.max_num_tokens))
 
     def choose(self, num_tokens: int, num_rows: int) -> Bucket:
         """The smallest bucket that a step fits into."""
