@@ -62,10 +62,10 @@ class Landing:
 
 
 class Masks:
-    """Token masks of a step's rows with a grammar: ``slots [max_num_seqs]``, ``masks [max_num_seqs, words]``; int32.
+    """Of the rows with a grammar in a step: ``slots [max_num_seqs]``, and ``masks [max_num_seqs, words]``; int32.
 
-    Allocated on the host and on the device; a copy takes ``head(rows)``. Rows that no step writes cost address space on
-    the CPU, and with CUDA a few MiB of pinned memory.
+    On both sides. A copy takes ``head(rows)``. What no step writes costs address space on the CPU, and a few MiB of
+    pinned memory otherwise.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:

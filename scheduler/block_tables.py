@@ -23,7 +23,7 @@ class BlockTables:
     """
 
     def __init__(self, blocks: BlockManager, num_slots: int, num_columns: int, windows: tuple[int, ...]) -> None:
-        """``windows``: for each group, how many positions a query sees, its own included; 0: all."""
+        """``windows``: of each group, the number of positions that a query sees, its own included; 0: all."""
         num_groups = len(windows)
         assert num_groups * (num_slots + 1) * num_columns < 2**31, "the block tables outgrow 32-bit indices"
         self.tables = np.zeros((num_groups, num_slots + 1, num_columns), np.int32)

@@ -51,6 +51,14 @@ def test_buckets_waste_little(count: int) -> None:
     assert padded - count < (8 if count <= 32 else 16) if count <= 256 else padded <= count * 1.125 + 1
 
 
+@given(st.integers(257, 30_000))
+def test_mixed_steps_compute_few_tokens_that_nobody_asked_for(num_tokens: int) -> None:
+    """Powers of two and their halves computed 11.5% too many in a mixed traffic, and 1,025 tokens as 1,536."""
+    padded = Buckets(32_768, 256).choose(num_tokens, 1).num_tokens
+    assert padded % 128 == 0
+    assert padded - num_tokens < 128 if num_tokens <= 2048 else padded < num_tokens * 1.25
+
+
 def test_views_of_a_layout_do_not_overlap() -> None:
     import numpy as np
 
