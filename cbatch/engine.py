@@ -5,9 +5,9 @@
     GPU   |  compute 1      | compute 2          | compute 3             | compute 4
     D2H   |                 '-1-.                '-2-.                   '-3-.
 
-A token that batch N is still sampling stands in batch N+1 as a zero; the device fills it in from ``last_tokens`` by
-slot. What batch N ended is learned while N+1 runs: its row in N+1 is dropped when that lands. Where a row of N+1 has a
-grammar or a logits processor, its sampling alone waits for batch N (``held``).
+A token that batch N is still sampling is a zero in batch N+1; the device fills it in from ``last_tokens``, by slot.
+Which sequences batch N ended is learned while N+1 runs: their rows in N+1 are dropped when that lands. If a row of N+1
+has a grammar or a logits processor, N+1 computes its logits, but samples only after batch N has landed (``held``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
 from cbatch.timeline import StepTimes, Timeline
 
-_MAX_ORDERS = 256  # taken in at once: 1.5 ms, so that many thousands that come together do not hold up the steps
+_MAX_ORDERS = 256  # of the inbox, in one round: 1.5 ms; many thousands at once would hold up the steps
 
 _log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -85,8 +85,8 @@ class Step:
     plan: StepPlan
     io: IOBuffer
     host_us: float
-    times: StepTimes | None = None  # where a timeline records
-    prompts: PromptRows | None = None  # where it makes log-probabilities of prompts
+    times: StepTimes | None = None  # if a timeline records it
+    prompts: PromptRows | None = None  # if it makes log-probabilities of prompts
 
 
 class Engine:
@@ -144,7 +144,7 @@ class Engine:
         self._num_launched = 0
         self._num_wasted = 0
         self._num_output_tokens = 0
-        self._asked_before = 0, 0  # the scheduler's counts of tokens asked for and hit, at the last ``reset_stats``
+        self._asked_before = 0, 0  # the scheduler's num_asked_tokens and num_hit_tokens at the last ``reset_stats``
 
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
         # Reentrant, since the garbage collector may close an engine inside any statement of ours.
@@ -214,7 +214,7 @@ class Engine:
                 self.deliver(self.land(self._in_flight.popleft()))  # batch N: the only wait for the device
 
     def admit(self) -> bool:
-        """Take in what was submitted and aborted. Sleeps while there is nothing to do; False once the engine closes."""
+        """Hand what was submitted and aborted to the scheduler. Sleeps without work; False once the engine closes."""
         self._backlog.expire()
         if not (self._inbox or self._closing) and (self._in_flight or self.scheduler.has_work):
             return True
@@ -249,7 +249,7 @@ class Engine:
         if self._checks is not None:
             self._checks.before_plan(io)
         plan = self.scheduler.plan(io.host_batch)
-        while plan is None and not self._in_flight and self._beams.make_room():  # beams that wait for each other
+        while plan is None and not self._in_flight and self._beams.make_room():  # paused beams hold what others need
             plan = self.scheduler.plan(io.host_batch)
         if plan is None:
             assert self._in_flight or not self.scheduler.has_work, "work is queued, but nothing can run"
@@ -270,7 +270,7 @@ class Engine:
         return Step(plan, io, (time.perf_counter() - start) * 1e6, times, prompts)
 
     def _note_admitted(self, plan: StepPlan) -> list[Admission]:
-        """What slots with a new owner need before the step, where more than the plan's words."""
+        """Note when requests started. Returns what slots need before the step, if more than the plan's param_values."""
         now = time.monotonic()
         admissions = []
         # Not ``sequence.slot``: one that ends by length in this very step has given it back already.
@@ -287,7 +287,7 @@ class Engine:
         return admissions
 
     def sample(self, step: Step) -> None:
-        """Start the rest of a step that was held until all before it had landed. Waits for nothing."""
+        """Start the rest of a held step, now that all before it have landed. Waits for nothing."""
         start = time.perf_counter()
         io, plan = step.io, step.plan
         num_masks, edits = self._held.prepare(plan, io.masks)
@@ -296,16 +296,23 @@ class Engine:
         step.host_us += (time.perf_counter() - start) * 1e6
 
     def land(self, step: Step) -> Results:
-        """Wait for a batch, and take its tokens in; with the log-probabilities, where some row or prompt wants them."""
+        """Wait for a batch, and take in what it sampled."""
         called = time.perf_counter()
         step_ms, gap_ms = self._lane.wait(step.io)
         start = time.perf_counter()
-        sizes = step.plan.sizes
-        if self.scheduler.pace is not None:
-            self.scheduler.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, step_ms)
-        if self.scheduler.swap is not None:
-            self.scheduler.swap.note(sizes.num_tokens - sizes.num_decodes, sizes.num_tokens, step_ms)
-        num_samples = sizes.num_samples
+        self.scheduler.note_time(step.plan.sizes, step_ms)
+        results = self._take_in(step)
+        end = time.perf_counter()
+        self._clock.record(step_ms, gap_ms, step.host_us + (end - start) * 1e6)
+        if self._timeline is not None and step.times is not None:
+            step.times.note(step.host_us, called, start, end)
+            if not self._timeline.add(step.times):
+                self._timeline = None
+        return results
+
+    def _take_in(self, step: Step) -> Results:
+        """Match a landed batch's tokens to sequences; with log-probabilities, if some row or prompt wants them."""
+        num_samples = step.plan.sizes.num_samples
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
@@ -313,7 +320,7 @@ class Engine:
         landed = self.scheduler.land(step.plan, tokens)
         failed = self._held.accept(landed) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:
-            logprobs = logprobs.of(landed.rows)  # the rows that count
+            logprobs = logprobs.of(landed.rows)
         self._num_output_tokens += landed.tokens.size
         searches: list[Any] = []  # that are over
         if self._beams:
@@ -321,12 +328,6 @@ class Engine:
         if self._checks is not None:
             self._checks.taken_in()
         self._num_wasted += landed.num_wasted
-        end = time.perf_counter()
-        self._clock.record(step_ms, gap_ms, step.host_us + (end - start) * 1e6)
-        if self._timeline is not None and step.times is not None:
-            step.times.note(step.host_us, called, start, end)
-            if not self._timeline.add(step.times):
-                self._timeline = None
         return Results(landed, logprobs, () if step.prompts is None else step.prompts.land(), searches, failed)
 
     def deliver(self, results: Results) -> None:
@@ -426,13 +427,13 @@ class Engine:
         return handle
 
     def _check_open(self, request_id: str | None) -> None:
-        """Before any work is done for a request: raises if it cannot be taken."""
+        """Raise what ``submit`` would for an ended engine or a full queue, before any work is done for the request."""
         if self._closing or self._error is not None:
             raise self._ending()
         self._backlog.check(1, request_id)
 
     def enter(self, draft: Draft | BeamDraft, request_id: str | None) -> RequestHandle:
-        """Queue what was drafted, once. Raises what ``submit`` raises for an id, a full queue and an ended engine."""
+        """Queue a draft; a draft can be queued once. Raises as ``submit``: the id, a full queue, an ended engine."""
         while True:
             name = self._new_id() if request_id is None else request_id
             handle = draft.open(name, self._ended)  # without the lock: ten thousand answers take 0.4 s
@@ -440,7 +441,7 @@ class Engine:
                 if self._closing:
                     raise self._ending()
                 if name in self._live:
-                    if request_id is None:  # somebody has chosen it meanwhile
+                    if request_id is None:  # another request has chosen it meanwhile
                         continue
                     raise DuplicateRequestError(f"request {name}: a request with this id is still running")
                 self._backlog.check(draft.num_answers, name)
@@ -478,7 +479,7 @@ class Engine:
         return handle is not None
 
     def _ended(self, handle: RequestHandle, aborted: bool) -> None:
-        """Called once for each answer, before its consumer hears of the end: after the last, the id is free again."""
+        """A handle's ``on_end``, called once for each answer before its consumer hears of it. The last frees the id."""
         self._backlog.leave(handle)
         with self._lock:
             whole = self._live[handle.parent_id]
@@ -492,7 +493,7 @@ class Engine:
             handle.sequence = None  # whose payload it is: they would hold each other until the collector comes by
 
     def _ending(self) -> CBatchError:
-        """What a request hears of an engine that runs no more. A new object each time, for its own traceback."""
+        """The error that a request gets from an engine that has ended; a new object each time, for its traceback."""
         if self._error is None:
             return EngineClosedError("the engine is closed")
         dead = EngineDeadError(f"the engine's loop failed: {described(self._error)}")

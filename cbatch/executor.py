@@ -44,7 +44,7 @@ def suitable_backend(config: EngineConfig, model: Model, groups: tuple[KVGroup, 
 
 
 class Executor:
-    """``compute`` runs one step of a buffer; a replay, or kernel by kernel. Captures when it is made."""
+    """Runs steps: by replaying a CUDA graph, or kernel by kernel. Captures the graphs when it is made."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Executor:
         max_blocks_per_seq: int,
         max_spare_words: int,
     ) -> None:
-        """``config`` is resolved, ``num_blocks`` included. Takes all memory of the engine."""
+        """Allocates all memory of the engine but the weights. ``config`` is resolved, ``num_blocks`` included."""
         assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens and config.depth
         cuda = model.device.type == "cuda"
         graphed = cuda and not config.enforce_eager and model.capturable and backend.capturable
@@ -101,9 +101,9 @@ class Executor:
         admissions: Sequence[Admission] = (),
         prompts: PromptRows | None = None,
     ) -> None:
-        """Launch a step on the current stream; a HELD one up to its logits.
+        """Launch a step on the current stream; of a HELD step, only what computes its logits.
 
-        ``admissions`` are its new sequences whose flags have PROCESSED.
+        ``admissions``: those of the plan's ``admitted`` whose flags have PROCESSED.
         """
         if admissions:
             self._runner.slot_state.apply(admissions)
@@ -120,7 +120,7 @@ class Executor:
     def sample(
         self, io: IOBuffer, plan: StepPlan, num_masks: int, edits: Sequence[Edit], prompts: PromptRows | None = None
     ) -> None:
-        """Launch the rest of a HELD step: ``num_masks`` of the buffer's masks, and ``edits`` of logits, apply to it."""
+        """Launch the rest of a HELD step: apply ``num_masks`` of the buffer's masks and the ``edits``, then sample."""
         if num_masks:
             self._runner.slot_state.set_masks(*io.masks.on_device(num_masks))
         if prompts is None:
@@ -129,7 +129,7 @@ class Executor:
             self._runner.finish(io, plan, edits)
 
     def graph_facts(self) -> dict[str, Any]:
-        """How many graphs there are, what they take together (MiB), what one more bucket costs, what the slots hold."""
+        """For ``Engine.stats``: the number of graphs, their MiB in all and for one more bucket; those of the slots."""
         graphs = self._graphs
         return {
             "num_graphs": len(graphs) if graphs else 0,

@@ -51,9 +51,9 @@ class Runner:
     def step(
         self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int, more_rows: Tensor | None = None
     ) -> Tensor:
-        """Compute a step whose arrays are on the device, and put what comes of it into ``landing``. Waits for nothing.
+        """Compute a step whose arrays are on the device; its results go into ``landing``. Waits for nothing.
 
-        Returns the logits ``[num_samples, vocab_size]``, and behind them those of the tokens at ``more_rows``.
+        Returns the logits ``[num_samples, vocab_size]``, and behind them those of the tokens with index ``more_rows``.
         """
         tokens, rows = sizes.num_tokens, sizes.num_rows
         updates, new = sizes.num_table_updates, sizes.num_param_updates
@@ -80,7 +80,7 @@ class Runner:
                 max_context_len=sizes.max_context_len,
             )
         )
-        # A step of unfinished prefills samples nothing; one row of logits is made for the model's sake and dropped.
+        # A step of unfinished prefills samples nothing; the model still computes one row of logits, which is dropped.
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
         if more_rows is not None:
             sample_rows = torch.cat([sample_rows[: sizes.num_samples], more_rows])
@@ -93,9 +93,9 @@ class Runner:
         return logits
 
     def take_spare(self, words: Tensor, sizes: StepSizes) -> None:
-        """Do, before the step, what it has behind its arrays: table changes that overflow it, and blocks to copy.
+        """Apply a step's spare words, before it: block table changes that overflow its bucket, and blocks to copy.
 
-        Launches kernel by kernel, on the compute stream: what steps in flight still read and write comes before it.
+        Launched kernel by kernel on the compute stream, and so behind all that steps in flight still read and write.
         """
         changes = 2 * sizes.num_overflow
         if changes:
@@ -106,7 +106,7 @@ class Runner:
             self.kv_cache.copy_blocks(sources, own)
 
     def run(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows | None = None) -> None:
-        """Launch a step kernel by kernel; a HELD one up to its logits."""
+        """Launch a step kernel by kernel; of a HELD step, only what computes its logits."""
         if prompts is None:
             logits = self.step(io.batch, plan.sizes, io.device_landing, plan.flags)
         else:
@@ -123,13 +123,13 @@ class Runner:
             self.logprobs(logits, io.device_landing)
 
     def _run_with_prompts(self, io: IOBuffer, plan: StepPlan, prompts: PromptRows) -> Tensor:
-        """A step, and the log-probabilities of prompts. Allocates, on the host too; waits for nothing.
+        """Compute a step, and log-probabilities of prompts. Allocates, on the host too; waits for nothing.
 
-        They land with the step: whoever waits for its tokens waits for this stream.
+        Their records land with the step: its copy out, which ``land`` waits for, runs behind this stream.
         """
         device = self.model.device
         num_rows = prompts.index.shape[1]
-        # Both begin at 16 bytes, as what kernels were compiled for: Triton compiles others for what does not.
+        # Both rows begin at a multiple of 16 bytes: Triton would compile another kernel for unaligned ones.
         shape = 2, -(-num_rows // 4) * 4
         index = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         index.numpy()[:, :num_rows] = prompts.index

@@ -791,6 +791,13 @@ class Scheduler:
         kept = np.flatnonzero(keep)
         return Landed(plan.sequences[kept], tokens[kept], finished, keep.size - kept.size, kept)
 
+    def note_time(self, sizes: StepSizes, ms: float) -> None:
+        """Learn from a landed step how long steps take: for the sizes of chunks, and whether swapping is cheaper."""
+        if self.pace is not None:
+            self.pace.note(sizes.num_decodes, sizes.num_tokens, sizes.num_pairs, ms)
+        if self.swap is not None:
+            self.swap.note(sizes.num_tokens - sizes.num_decodes, sizes.num_tokens, ms)
+
     def _stopped(self, slots: NDArray[np.intp], tokens: NDArray[np.int32]) -> list[int]:
         """Which rows have a token that stops their sequence."""
         t = self.slot_tables
