@@ -1,7 +1,7 @@
-"""Who has not started yet, and by when who must have ended: back-pressure and deadlines. Decides no order.
+"""Back-pressure and deadlines: which requests have not started, and by when they must have ended. Decides no order.
 
-A refusal comes at submission, from a count. A deadline is looked for in a heap, so a loop over all requests is never
-needed: the loop of the engine asks once a round, and looks at the earliest one alone.
+A request too many is refused at submission, by a count. Deadlines are in a heap: the engine's loop looks at the
+earliest one once a round, and never walks over all requests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cbatch.request import RequestHandle
 
 
 class Backlog:
-    """``check``, ``enter`` and ``leave`` are for any thread, the rest is for the engine's own."""
+    """``check``, ``enter`` and ``leave`` may be called from any thread, the rest from the engine's only."""
 
     def __init__(self, max_queue_size: int | None) -> None:
         """``max_queue_size``: most answers that may have been submitted and not started; None: any number."""
         self._limit = max_queue_size
         self._waiting: set[RequestHandle] = set()
-        # A heap; the number settles ties. Who has ended stays in it, so it holds nobody: prompts may be long.
+        # A heap; the number breaks ties. Ended requests stay in it, so the references are weak: prompts may be long.
         self._deadlines: list[tuple[float, int, weakref.ref[RequestHandle]]] = []
         self._numbers = count()
         self._compact_at = 1024
@@ -32,7 +32,7 @@ class Backlog:
         return len(self._waiting)
 
     def check(self, num_answers: int, request_id: str | None) -> None:
-        """Raises EngineOverloadedError where so many more may not wait."""
+        """Raises EngineOverloadedError if ``num_answers`` more would be too many."""
         if self._limit is not None and len(self._waiting) + num_answers > self._limit:
             more = f" and it has {num_answers} answers" if num_answers > 1 else ""
             raise EngineOverloadedError(
@@ -43,7 +43,7 @@ class Backlog:
         self._waiting.update(handles)
 
     def leave(self, handle: RequestHandle) -> None:
-        """It has started, or ended; it may leave twice."""
+        """It has started, or ended. May be called twice."""
         self._waiting.discard(handle)
 
     def watch(self, handle: RequestHandle) -> None:
@@ -51,13 +51,13 @@ class Backlog:
         if handle.deadline is None:
             return
         heappush(self._deadlines, (handle.deadline, next(self._numbers), weakref.ref(handle)))
-        if len(self._deadlines) > self._compact_at:  # who ended before stays until its deadline, or until here
+        if len(self._deadlines) > self._compact_at:  # drop those that have ended
             self._deadlines = [entry for entry in self._deadlines if (it := entry[2]()) and not it.finished]
             heapify(self._deadlines)
             self._compact_at = 2 * len(self._deadlines) + 1024
 
     def expire(self) -> None:
-        """End whose deadline has passed. Costs nothing where nobody has one."""
+        """End the requests whose deadline has passed. Costs nothing if none has a deadline."""
         if not self._deadlines:
             return
         now = time.monotonic()

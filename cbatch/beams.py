@@ -1,8 +1,8 @@
-"""Runs beam searches: the beams of a prompt are sequences that share blocks, and each of their steps waits for all.
+"""Runs beam searches. The beams of a search are sequences that share blocks, and take each step together.
 
-A beam pauses behind each token that it samples. When all beams of a search have landed, the search chooses: of those
-that continue a beam, the first takes its slot over, the others are forked from it, and beams that nobody continues are
-aborted. Meanwhile other requests go on as usual.
+A beam pauses after each token that it samples. When all beams of a search have landed, the search chooses the next
+ones: the first that continues a beam takes over its slot, others are forked from it, and beams without continuation are
+aborted. Other requests go on as usual meanwhile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cbatch.scheduler.plan import Landed
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence, Status
 
-# What is sampled does not count; the log-probabilities that land with it do.
+# The sampled token is ignored: the search chooses by the log-probabilities that land with it.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
 class BeamHandle(WholeHandle):
-    """A beam search: wait for its ``result``, or abort it. Its answers are known at its end, all at once."""
+    """A beam search: wait for its ``result``, or abort it. All its answers come at its end."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class BeamHandle(WholeHandle):
 
 
 class Beams:
-    """The searches that run. Called by the engine's thread alone; knows the scheduler, which knows nothing of it."""
+    """The running searches. For the engine's thread only; the scheduler knows nothing of it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -112,9 +112,9 @@ class Beams:
     def land(
         self, landed: Landed, logprobs: Logprobs | None
     ) -> tuple[Landed, Logprobs | None, list[tuple[BeamHandle, list[Hypothesis]]]]:
-        """Take the rows of beams out of what has landed, and let searches go on that have all of theirs.
+        """Take the rows of beams out of what has landed, and advance the searches all of whose beams have landed.
 
-        Returns the other rows with their log-probabilities, and what the searches that are over have found.
+        Returns the other rows with their log-probabilities, and the searches that are over with what they found.
         """
         owners = [self._groups.get(sequence.payload) for sequence in landed.sequences.tolist()]
         others = np.array([owner is None for owner in owners], np.bool_)
@@ -133,22 +133,22 @@ class Beams:
         return landed, logprobs.of(others), over
 
     def make_room(self) -> bool:
-        """Give slots and blocks of a search's landed beams back, when nothing else can run; False if there are none.
+        """Release the slots and blocks of one search's landed beams, since nothing else can run; False if none has any.
 
-        Their log-probabilities are here, so they are computed again only if the search goes on with them.
+        Their log-probabilities are kept, so only those that the search goes on with are computed again.
         """
         return any(group.make_room() for group in self._groups.values())
 
 
 class _Group:
-    """The beams of one search, in its order."""
+    """The beams of one search, in the search's order."""
 
     def __init__(self, handle: BeamHandle, scheduler: Scheduler) -> None:
         self.handle, self._scheduler = handle, scheduler
         self._beams = [handle.sequence]
         self._records: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None]
-        self._epochs = [0]  # of their stays in the slots in which they have landed and pause
-        # Beams to come take their places right behind the first one: before whoever came later, and never twice.
+        self._epochs = [0]  # of the beams' stays in their slots when they landed
+        # Later beams rank right behind the first one, before all requests that came later; no number is used twice.
         most_steps = handle.sequence.max_len - len(handle.prompt)
         scheduler.add(handle.sequence, num_followers=handle.beam_params.beam_width * most_steps)
         self._arrivals = itertools.count(handle.sequence.arrival + 1)
@@ -171,10 +171,10 @@ class _Group:
         chosen = handle.search.advance(np.stack(ids), np.stack(values))
         if not chosen:
             return False
-        heirs: dict[int, int] = {}  # of each beam that goes on, the first that continues it
+        heirs: dict[int, int] = {}  # beam -> the first that continues it
         for child, (parent, _) in enumerate(chosen):
             heirs.setdefault(parent, child)
-        for index, beam in enumerate(self._beams):  # first, so that there are slots and blocks
+        for index, beam in enumerate(self._beams):  # before the forks, which need slots and blocks
             if index not in heirs or not self._pauses(index):
                 scheduler.abort(beam)
         new: list[Sequence] = []
@@ -199,7 +199,7 @@ class _Group:
         return bool(kept)
 
     def _pauses(self, index: int) -> bool:
-        """Whether a beam is in its slot as it has landed."""
+        """Whether a beam is still in the slot in which it landed."""
         beam = self._beams[index]
         return beam.slot >= 0 and beam.epoch == self._epochs[index]
 
@@ -216,7 +216,7 @@ class _Group:
 def beam_sequence(
     handle: BeamHandle, known: NDArray[np.int32], max_len: int, priority: int, cache_salt: bytes
 ) -> Sequence:
-    """A beam with these known tokens."""
+    """A new beam with these ``known`` tokens, the prompt's included."""
     return Sequence(
         known,
         max_len,

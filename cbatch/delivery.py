@@ -1,4 +1,4 @@
-"""Owns the thread that hands results to their consumers: nothing that a consumer does is waited for by the loop."""
+"""Owns the thread that hands results to their consumers, so that the loop never waits for a consumer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from cbatch.streams import THREAD_PREFIX
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Results:
-    """What has landed of a step, for its consumers."""
+    """What a landed step has for the consumers."""
 
     landed: Landed
     logprobs: Logprobs | None  # of the landed tokens
-    prompts: Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]  # of whose prompt a part is computed, and its records
-    beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # searches that are over
-    failed: Iterable[tuple[RequestHandle, CBatchError]]  # whose tokens here count no more
+    prompts: Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]  # with the records of a part of the prompt
+    beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # searches that are over, and what they found
+    failed: Iterable[tuple[RequestHandle, CBatchError]]  # requests whose tokens in ``landed`` do not count
 
 
 class Delivery:
-    """Takes results in and returns at once; a thread of its own hands them out, in order."""
+    """``put`` returns at once; a thread of its own hands the results out, in order."""
 
     def __init__(self, vocab_size: int, failed: Callable[[BaseException], None]) -> None:
-        """``failed`` is called by the thread that an exception ends: without it nobody would hear anything again."""
+        """``failed`` is called if an exception ends the thread: no consumer would get anything any more."""
         self._vocab_size, self._failed = vocab_size, failed
         self._outbox: queue.SimpleQueue[tuple[Results, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
@@ -64,7 +64,7 @@ class Delivery:
             wakers.flush()
 
     def _next_batch(self, wakers: Wakers) -> tuple[Results, float] | None:
-        """Wait for the next results, and meanwhile wake who is still to be woken."""
+        """Wait for the next results, and meanwhile wake the consumers whose turn it is."""
         while True:
             try:
                 return self._outbox.get(timeout=0.004 if wakers.threads else None)
@@ -88,7 +88,7 @@ class Delivery:
                 count = min(1 + wanted, 1 + self._vocab_size)
                 own = ids[row, :count].tolist(), values[row, :count].tolist(), int(ranks[row])
             if finish := ends.get(id(sequence)):
-                # An entry of stop_token_ids; or else the model's end of sequence, which is no reason of its own.
+                # vLLM's rule: an entry of stop_token_ids is the stop reason, the model's end of sequence is none.
                 reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
                 handle.push(token, now, finish.reason, reason, wakers, own)
             else:

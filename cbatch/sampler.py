@@ -1,4 +1,4 @@
-"""How a request wants its tokens, as words for the device; and the operations that open and end a step there.
+"""Encodes sampling parameters as int32 words for the device; chooses the operations that begin and end a step there.
 
 The noise is a stateless function of (seed, position, token), so a request draws the same tokens in any batch, on any
 schedule and after any preemption.
@@ -21,24 +21,24 @@ from cbatch.kernels import slot_layout as layout
 from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 from cbatch.sampling_params import MAX_LOGPROBS, SamplingParams
 
-MIN_TOP_P = 1e-30  # keeps the largest logit alone; far below, it would round to 0, which keeps none
-MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30  # of repetition: far beyond, logits would overflow, and float32 has no more
-MAX_TEMPERATURE = 1e6  # uniform already over any logits; far above, its product with the noise would overflow
+MIN_TOP_P = 1e-30  # keeps the largest logit only; much less would round to 0, which keeps none
+MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30  # of repetition; beyond, logits would overflow float32
+MAX_TEMPERATURE = 1e6  # draws uniformly already; times the noise, much more would overflow
 NUM_PARAMS = layout.NUM_WORDS  # int32 words of a slot that travel with a step
 LOGPROB_WORDS = layout.num_record_words(MAX_LOGPROBS)  # int32 words that come back of a row whose logprobs are wanted
-# Flags of a request, OR-ed over a step: a step runs only what some row needs. FILTERED comes with RANDOM alone.
+# Flags of a request, OR-ed over a step, which runs only what some row needs. FILTERED never comes without RANDOM.
 RANDOM, FILTERED, PROCESSED, LOGPROBS = 1, 2, 4, 8
-# HELD: the step samples only after the host has seen all tokens before, and has had its say. Never alone: the step's
-# first draw, if it makes one, must be drawn again.
+# HELD: the step samples only after all older tokens have landed, and the host has applied masks and processors. Never
+# alone: RANDOM or PROCESSED comes with it, so that what the step's own graph has drawn greedily is drawn again.
 HELD = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotUpload:
-    """What a slot's words do not hold. ``lists``: the head of its row of lists, up to the last one in use."""
+    """What ``param_values`` have no room for. ``lists``: the head of the slot's row of lists, as far as it is used."""
 
     lists: NDArray[np.int32]
-    counted: bool  # whether its tokens are counted
+    counted: bool  # whether its tokens are counted, for penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +55,10 @@ def encode(
     seed: int,  # any 64-bit integer
     *,
     prompt_len: int,
-    stop_ids: Sequence[int],  # cannot come before min_tokens others have
+    stop_ids: Sequence[int],  # cannot come before min_tokens other tokens
     bad_word_ids: Sequence[Sequence[int]],  # none empty
 ) -> Encoded:
-    """A request's sampling state, as its slot keeps it. The caller has checked ids and the limits ``MAX_...``."""
+    """A request's sampling state, as its slot keeps it. The caller has checked all ids and the ``MAX_...`` limits."""
     words = np.zeros(NUM_PARAMS, np.int32)
     floats = words.view(np.float32)
     flags = 0
@@ -81,8 +81,8 @@ def encode(
     repetition = min(max(params.repetition_penalty, MIN_PENALTY), MAX_PENALTY)
     penalties = repetition, params.presence_penalty, params.frequency_penalty
     counted = penalties != (1.0, 0.0, 0.0)
-    # Beside a grammar, the mask that comes with every step has min_tokens, allowed_token_ids and bad_words in it, and
-    # knows where an end of sequence must come whatever they say.
+    # With a grammar, the mask of each step takes in min_tokens, allowed_token_ids and bad_words (``HeldRow.narrow``),
+    # since there an end of sequence may have to come whatever they say.
     masked = params.structured_outputs is not None
     bad_word_ids = () if masked else bad_word_ids
     biases = dict.fromkeys(stop_ids, 0.0) if params.min_tokens and not masked else {}
@@ -123,7 +123,7 @@ def bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
 
 
 def drawing(flags: int) -> int:
-    """Which way of sampling serves a step with these flags: 0 (greedy), RANDOM, RANDOM | FILTERED, or PROCESSED."""
+    """The way of sampling that a step with these flags needs: 0 (greedy), RANDOM, RANDOM | FILTERED, or PROCESSED."""
     return PROCESSED if flags & PROCESSED else flags & (RANDOM | FILTERED)
 
 
@@ -137,7 +137,7 @@ def edited(
     edits: Sequence[Edit],
     flags: int,
 ) -> Iterator[None]:
-    """Logits as they are to be drawn from, inside; behind it as the model gave them, where LOGPROBS will read them."""
+    """Edits the logits inside the block. Puts them back afterwards if the flags have LOGPROBS, which reads them."""
     raw = [(row, logits[row].clone()) for row, _ in edits] if flags & LOGPROBS else []
     for row, edit in edits:
         edit(logits[row])
@@ -148,7 +148,7 @@ def edited(
 
 @dataclass(frozen=True)
 class StepOps:
-    """What a step does besides the model. Signatures and meaning are those in ``reference``; nothing waits."""
+    """What a step does besides the model. Signatures and meaning are those in ``reference``; none of them waits."""
 
     begin_step: Callable[..., Tensor]
     greedy: Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -1,4 +1,4 @@
-"""Owns what a slot keeps on the device besides its words: token counts for penalties, biases, bad words, masks.
+"""Owns what a slot keeps on the device besides its params: token counts for penalties, biases, bad words, masks.
 
 A step updates counts and recent tokens itself, so that the next one knows a token that the host has not seen. The host
 writes a slot only when it gets a new owner, and the mask of one with a grammar before each token.
@@ -20,11 +20,11 @@ from cbatch.sampler import SlotUpload
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A slot's new owner whose logits are processed, and every token that the host knows of it."""
+    """A slot's new owner whose logits are processed, and all its tokens that the host knows."""
 
     slot: int
     upload: SlotUpload
-    history: NDArray[np.int32]  # prompt and outputs; nobody writes it again
+    history: NDArray[np.int32]  # prompt and outputs; not written to any more
     prompt_len: int
 
 
@@ -45,7 +45,7 @@ class SlotState:
         self.counts = _zeros(rows, vocab_size, device)
         self.lists = _zeros(rows, num_list_words(vocab_size), device)
         self.num_bytes = slot_state_bytes(max_num_seqs, vocab_size)
-        # On the device: a number from the host would be copied from pageable memory, which waits.
+        # As tensors on the device: a number would be copied there from pageable memory, which waits.
         self._zero, self._in_prompt, self._output = torch.tensor(
             [0, IN_PROMPT, OUTPUT], dtype=torch.int32, device=device
         )
@@ -53,8 +53,8 @@ class SlotState:
     def apply(self, admissions: Sequence[Admission]) -> None:
         """Rebuild the slots of new owners from all their tokens: one copy, and a few launches. Waits for nothing.
 
-        On the current stream, before the step that admits them. A prompt token is none of the outputs, wherever the
-        sequence was when it was preempted.
+        On the current stream, before the step that admits them. After a preemption too, outputs count as outputs, and
+        not as a part of the prompt that is computed again.
         """
         counted = [a for a in admissions if a.upload.counted]
         prompts = [a.history[: a.prompt_len] for a in counted]
@@ -94,7 +94,7 @@ class SlotState:
         self.lists[:, MASK : MASK + masks.shape[1]].index_put_((slots,), masks)
 
     def _copy_over(self, arrays: list[NDArray[np.int32]]) -> tuple[Tensor, ...]:
-        """The arrays on the device, in one copy. The pinned memory goes back to torch, which keeps it until then."""
+        """The arrays on the device, in one copy. torch does not reuse the pinned memory before the copy is over."""
         sizes = [array.size for array in arrays]
         pin = self._device.type == "cuda"
         staged = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pin)

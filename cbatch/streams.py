@@ -1,7 +1,7 @@
-"""Owns the time of a step on the device: three CUDA streams, or a worker thread that stands for them on the CPU.
+"""Owns when a step runs: on three CUDA streams, or on a worker thread that stands for them on the CPU.
 
-A lane launches a step without waiting for it, and says when its tokens have landed. It knows no request and no model:
-a step is a buffer and a function that computes.
+A lane launches steps without waiting, and waits until the tokens of one have landed. It knows no request and no model:
+to it, a step is a buffer and a function that computes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cbatch.buffers import IOBuffer
 from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
 
 THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
-_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}  # given back, and nobody's
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}  # given back, and free to take
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for whoever lives long, to ``give_back`` at its end.
+    """A stream for a long-lived object, which should ``give_back`` it at its end.
 
-    torch has 32 a device and hands them out in turn: the 33rd is the first again, whose ever that is. The eleventh
-    engine beside one that runs would capture its graphs on a stream that the other copies on.
+    torch has 32 for each device and hands them out in turn: the 33rd is the first again, even if that is in use. The
+    eleventh engine beside a running one would capture its graphs on a stream that the other copies on.
     """
     try:
         return _idle_streams[device].pop()
@@ -38,41 +38,37 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def give_back(stream: torch.cuda.Stream) -> None:
-    """For others to take; what is queued on it comes before theirs."""
+    """Let others take a stream; their work runs behind what is still queued on it."""
     _idle_streams.setdefault(stream.device, []).append(stream)
 
 
 class Lane(Protocol):
-    kind: str  # "gpu" or "cpu_lane": whose activity it is
+    kind: str  # "gpu" or "cpu_lane": what ``activity_pct`` is of
 
     def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
-        """Start copying the step's words in, computing, and copying its tokens out; returns at once.
+        """Start copying the step's arrays in, computing, and copying its tokens out; returns at once.
 
-        ``marks``, from this lane's maker, take down when that happens. A step that is ``held`` stops behind
-        ``compute``, and ``launch_rest`` must be the next call that launches anything.
+        ``marks``, made by ``marks_maker``, record when each of these happens. A ``held`` step stops after ``compute``;
+        the next launch must then be ``launch_rest``.
         """
 
-    def launch_rest(
-        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
-    ) -> None:
-        """Start the rest of a held step; returns at once. ``words``, on host and device, are copied in before it."""
+    def launch_rest(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None) -> None:
+        """Start the rest of a held step; returns at once. ``words`` (of host and device) are copied in first."""
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
-        """Wait until the step of this buffer has landed; its milliseconds, and those the lane stood idle before it.
+        """Wait until the step of this buffer has landed. Returns its time, and the idle time before it, both in ms.
 
-        Of a held step, the time until it went on is idle.
-
-        Raises what the step raised.
+        The pause in a held step counts as idle. Raises what the step raised.
         """
 
     def copied_in(self, io: IOBuffer) -> bool:
-        """Whether the host slab of a buffer may be written again: its last copy to the device is over. Asks only."""
+        """Whether the host slab may be written again: its last copy to the device is over. Does not wait."""
 
     def idle(self) -> None:
-        """There is no work: the time until the next launch is not idleness."""
+        """There is no work: the time until the next launch does not count as idle."""
 
     def marks_maker(self) -> Callable[[], Marks]:
-        """What makes marks for a step to come. Waits some 100 µs for the device, to set its clock by the host's."""
+        """A function that makes the marks of a step. Waits some 100 µs for the device, to relate its clock to ours."""
 
     def close(self) -> None: ...
 
@@ -84,7 +80,7 @@ class _CpuStep:
     step_ms: float = 0.0
     gap_ms: float = 0.0
     marks: Any = None
-    times: tuple[float, ...] = ()  # when it started, was copied in, was computed
+    times: tuple[float, ...] = ()  # start, copied in, computed
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,7 @@ class CpuLane:
         io.lane_state.marks = marks
         self._jobs.put(_Job(io, compute, io.h2d, True, not held))
 
-    def launch_rest(
-        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def launch_rest(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None) -> None:
         self._jobs.put(_Job(io, compute, words, False, True))
 
     def wait(self, io: IOBuffer) -> tuple[float, float]:
@@ -153,7 +147,7 @@ class CpuLane:
             try:
                 if step.error is None:
                     self._run(job, step)
-            except BaseException as error:  # handed over to whoever waits for the step
+            except BaseException as error:  # ``wait`` raises it
                 step.error = error
             end = time.perf_counter()
             step.step_ms += (end - start) * 1e3
@@ -186,10 +180,10 @@ class _CudaStep:
     landed: torch.cuda.Event
     start: torch.cuda.Event | None = None
     end: torch.cuda.Event | None = None
-    previous_end: torch.cuda.Event | None = None  # None: no step before it, or idleness
+    previous_end: torch.cuda.Event | None = None  # None: it is the first step, or the first after ``idle``
     marks: Any = None
     held: bool = False
-    pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of a held step; made for the first of the buffer
+    pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # of a held step; made for the buffer's first one
 
 
 class CudaLane:
@@ -204,8 +198,8 @@ class CudaLane:
         self.h2d.wait_stream(torch.cuda.current_stream(device))
         for io in buffers:
             io.lane_state = _CudaStep(torch.cuda.Event(), torch.cuda.Event())
-        # More pairs than steps in flight: a landed step is timed against the end of the one before it, which the
-        # launch of the next must not have recorded over.
+        # Two pairs more than steps in flight: a landed step is timed against the end of the step before it, which a
+        # later launch must not have recorded again.
         self._pairs = itertools.cycle(
             [
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -241,9 +235,7 @@ class CudaLane:
             if not held:
                 self._copy_out(io, step)
 
-    def launch_rest(
-        self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def launch_rest(self, io: IOBuffer, compute: Callable[[], None], words: tuple[Tensor, Tensor] | None) -> None:
         step: _CudaStep = io.lane_state
         assert step.held and step.pause is not None and step.end is not None
         with torch.inference_mode(), torch.cuda.device(self.device):
