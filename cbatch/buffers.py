@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.sampler import LOGPROB_WORDS
+from cbatch.sampler import LOGPROB_WORDS, LOGPROBS
 from cbatch.sampling_params import MAX_LOGPROBS
-from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
+from cbatch.scheduler.plan import Bucket, HostBatch, StepPlan, StepShape, layout
 
 
 class DeviceBatch:
@@ -120,8 +120,8 @@ class IOBuffer:
         self._records = self.host_landing.records.numpy()
         self._views: dict[Bucket, _Views] = {}
         self._step: _Views  # of the step that has the buffer now
-        self.num_spare_words = 0  # behind the arrays of this step; set by whoever launches it
-        self.lands_logprobs = False  # set by whoever computes the step
+        self.num_spare_words = 0  # behind the arrays of this step
+        self.lands_logprobs = False
         self.lane_state: Any = None  # the lane's events for this buffer
 
     def host_batch(self, num_tokens: int, num_rows: int) -> HostBatch:
@@ -140,6 +140,11 @@ class IOBuffer:
             )
         self._step = self._views[bucket]
         return self._step.host
+
+    def set_plan(self, plan: StepPlan) -> None:
+        """Note what this step copies besides its arrays and tokens. Once it is planned, before it is launched."""
+        self.num_spare_words = plan.sizes.num_spare_words
+        self.lands_logprobs = bool(plan.flags & LOGPROBS)
 
     def logprobs(self, num_samples: int) -> Logprobs:
         """The log-probabilities of a landed step whose plan has LOGPROBS; copies."""

@@ -258,7 +258,7 @@ class Engine:
             self._checks.planned(io, plan)
         admissions = self._note_admitted(plan) if plan.admitted else []
         self._num_launched += 1
-        io.num_spare_words = plan.sizes.num_spare_words
+        io.set_plan(plan)
         times = marks = None
         if self._timeline is not None:  # the step before its window waits for the device, to set the clocks
             sizes, maker = plan.sizes, self._lane.marks_maker

@@ -19,7 +19,7 @@ from cbatch.kv_cache import KVCache
 from cbatch.models.base import Model
 from cbatch.prompt_logprobs import PromptRows
 from cbatch.runner import Runner
-from cbatch.sampler import LOGPROBS, NUM_PARAMS, Edit
+from cbatch.sampler import NUM_PARAMS, Edit
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape
 from cbatch.slot_state import Admission
@@ -111,7 +111,6 @@ class Executor:
             self._host_pages.before_step(plan.swaps)
         if io.num_spare_words:
             self._runner.take_spare(io.spare_words, plan.sizes)
-        io.lands_logprobs = bool(plan.flags & LOGPROBS)
         if prompts is None:
             self._run(io, plan)
         else:

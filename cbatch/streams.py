@@ -168,7 +168,7 @@ class CpuLane:
         computed = time.perf_counter()
         step.times = (start, copied, computed) if job.first else (*step.times[:2], computed)
         if job.last:
-            on_host, on_device = job.io.d2h  # ``compute`` may have changed it
+            on_host, on_device = job.io.d2h
             on_host.copy_(on_device)
             if step.marks is not None:
                 step.marks.times = (*step.times, time.perf_counter())
@@ -259,7 +259,7 @@ class CudaLane:
             self.d2h.wait_event(step.end)
             if marks is not None:
                 marks.d2h[0].record(self.d2h)
-            on_host, on_device = io.d2h  # ``compute`` may have changed it
+            on_host, on_device = io.d2h
             on_host.copy_(on_device, non_blocking=True)
             if marks is not None:
                 marks.d2h[1].record(self.d2h)
