@@ -101,7 +101,7 @@ def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device) -> Conf
 
 
 def heuristic(k: int, n: int, rows: int, kind: Kind, num_multiprocessors: int) -> Config:
-    """What should be near the best on a Hopper card, for shapes that nobody measured there.
+    """A config near the best one on a Hopper card, for shapes that the table lacks.
 
     - 64 rows of the weight in a tile; 128 where x has more than 32, which each tile reads again, or where there are
       tiles in plenty.

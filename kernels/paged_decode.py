@@ -1,4 +1,4 @@
-"""Attention of rows of one query, in Triton: planned once a step, split, added up. Contract in ``paged_attention``."""
+"""Decode attention in Triton: rows of one query, whose contexts are split. Contract in ``paged_attention``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import triton.language as tl
 from cbatch.kernels.page_tiles import ROWS, attend_pages
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait
 
-# How decode is split. A row and KV head is one program or several. Programs share the memory's bandwidth, and 2 of them
-# on each of the H200's 132 multiprocessors, with 64 KiB of K and V each in flight, ask for more than it gives. So what
-# counts is that the last ones end together, and that nothing is split that need not be: a split ends with about 2 us of
-# latency (store, fence, atomic, the last one's second look).
+# How decode is split. A row and KV head is one program or several (flash decoding). Programs share the memory's
+# bandwidth, and 2 on each of the H200's 132 multiprocessors, with 64 KiB of K and V each in flight, saturate it.
+# So what counts is that the last programs end together, and that no row is split without need: a split costs about 2 us
+# of latency at its end (store, fence, atomic, reading the other splits' results).
 #
-# A grid that is larger than what is resident at once is placed three programs to a multiprocessor from the first on,
-# and not one here and one there: then the 256 programs of 32 rows leave a third of the multiprocessors empty. So rows
+# The hardware places a grid larger than what is resident at once three programs to a multiprocessor from the start: the
+# 256 programs of 32 rows then leave a third of the multiprocessors empty. A grid of one wave is spread evenly. So rows
 # that fit in one wave get a grid of one wave, used or not. Microseconds a layer on an H200, 32 rows, 32 heads on 8 of
 # 128, bfloat16, by programs in the grid (396 are resident, 256 have work):
 #   context                      384    392    400    520
 #   224                         11.3   11.7   13.4   13.6
 #   4,192                        129    129    152    152
 #   8,100                        244    244    290    290
-BUSY_PROGRAMS = 2  # a multiprocessor, which take all the bandwidth
+BUSY_PROGRAMS = 2  # per multiprocessor; they take all the bandwidth
 MAX_SPLITS = 64  # of a row
-MIN_SPLIT_LEN = 128  # tokens a split should have, where the rows leave multiprocessors idle
-FULL_SPLIT_LEN = 512  # where they do not: a program alone reads that in 6 us
-ITEM = tl.constexpr(8)  # int32 numbers of the plan a split: one sector of 32 bytes
+MIN_SPLIT_LEN = 128  # tokens that a split should have, if the rows alone leave multiprocessors idle
+FULL_SPLIT_LEN = 512  # if they do not: a program alone reads that in 6 us
+ITEM = tl.constexpr(8)  # int32 numbers of a split in the plan: one sector of 32 bytes
 
 # Decode: (BLOCK_N, num_warps, num_stages) by the larger padded head size. K and V of a tile take 32 KiB and two tiles
 # are in flight, or 16 KiB and three, in 72 or 54 KiB: three or four programs on a multiprocessor. 64 keys are a page.
 DECODE = {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3)}
 DECODE_FLOAT32 = {64: (32, 4, 3), 128: (32, 4, 3), 256: (16, 4, 3)}  # fewer keys, to compile fast
-RESIDENT_PROGRAMS = {64: 4, 128: 3, 256: 3}  # a multiprocessor
+RESIDENT_PROGRAMS = {64: 4, 128: 3, 256: 3}  # per multiprocessor, by the larger padded head size
 
 
 @triton.jit
@@ -45,9 +45,10 @@ def _decode_rows(
     MIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Of ROWS rows: whether they decode, their token, context, first key to read and tiles to read; 0 if they do not.
+    """For ROWS rows: whether they decode, token, context length, first key and number of tiles to read.
 
-    The first tile of a window begins before it, at a multiple of BLOCK_N.
+    Rows that do not decode have no tiles. With a window, the first tile begins at a multiple of BLOCK_N, which may lie
+    before the window.
     """
     rows = base + tl.arange(0, ROWS)
     decodes = rows < num_rows
@@ -82,17 +83,19 @@ def plan_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program says what each program of the step's decode kernels attends to.
+    """A single program: plans what each program of the step's decode kernels attends to.
 
-    Item i below num_rows is the first split of row i; the extras behind them are the other splits, in the order of the
-    rows. An item is: row, its slot, token and context, the split's first key and the one past its last, the row's
-    splits, and the item of its split 1, which those of the others follow. The row is -1 where there is nothing to do:
-    the row does not decode, or the extra is not used.
+    The plan is a list of items, one for each split. Item i < num_rows is split 0 of row i; the num_extras items behind
+    them are the further splits, in the order of the rows. An item has 8 numbers: the row, its slot, token and context
+    length, the split's first key and the one past its last, the row's number of splits, and the item of its split 1,
+    behind which its others follow. The row is -1 if there is nothing to do: the row does not decode, or the extra item
+    is not used.
 
-    The longest row is cut into 1, 2, ... MAX_SPLITS, the others into splits as long as its; what should end first is
-    taken, of all that the extras suffice for. Time is counted in tiles that the bandwidth is shared for: all of them,
-    and what is lost while the last wave has too few programs to use it, but no less than a split takes alone; and one
-    for each extra. A row of padding ends at once, and is of no wave. All splits of a row have one length but the last.
+    All rows get the same split length (in tiles of BLOCK_N keys), chosen from those that cut the longest row into
+    1, 2, ... MAX_SPLITS: the one with the least cost among those that need no more than num_extras items. The cost
+    estimates the time, in tiles read at full bandwidth: all tiles, plus what is lost while the last wave has too few
+    programs to use the bandwidth, but at least the time of one split alone; plus one for each extra item. Padding rows
+    end at once and are in no wave. A row's splits are evened out: all but the last have the same length.
     """
     if PDL:
         gdc_wait()
@@ -166,7 +169,7 @@ def _add_up(
     GROUP_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,  # splits at once: their loads are in flight together
 ):
-    """Weigh the splits of one row and KV head by their log-sum-exp, in order, and store the result."""
+    """Combine the splits of one row and KV head, weighted by their log-sum-exp, in order, and store the result."""
     group = tl.arange(0, GROUP_PADDED)
     heads = kv_head * GROUP_SIZE + group
     dims = tl.arange(0, V_PADDED)
@@ -240,9 +243,9 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one KV head with its group of query heads as the tile, one item of the plan.
+    """One program: one item of the plan, for one KV head; the tile's rows are its group of query heads.
 
-    A row's splits leave their results in the scratch, and the one that arrives last adds them up.
+    The splits of a row leave their results in scratch memory, and the program that arrives last combines them.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
@@ -270,7 +273,7 @@ def decode_kernel(
     )
     top = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
-    if HAS_SINKS:  # a column without a value: the first split's
+    if HAS_SINKS:  # a softmax column without a value; the first split counts it
         sink = tl.load(sinks + heads, mask=group < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2E
         top = tl.where(item == row, tl.maximum(sink, -1e30), top)
         total = tl.where(item == row, 1.0, total)
@@ -323,7 +326,7 @@ def decode_kernel(
         tl.debug_barrier()
         counter = counters + row * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            tl.store(counter, 0)  # for the next launch: nobody of this one is still to come
+            tl.store(counter, 0)  # for the next launch: all splits of this one have arrived
             _add_up(
                 partial_out,
                 partial_lse,

@@ -1,4 +1,4 @@
-"""Matrix products of few rows in Triton: x @ weight.T where reading the weight is all that costs. Knows no model.
+"""Matrix products of few rows in Triton: x @ weight.T, bound by the time to read the weight. Knows no model.
 
 Contract:
 - x: [num_rows, K] with at most 192 rows; weight: [N, K], for a gated MLP [2 * N, K] with the gate's rows first; both in
@@ -26,10 +26,10 @@ from cbatch.kernels.activation import apply_act
 from cbatch.kernels.norm import add_up, load_parts
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
-# num_rows is rounded up to one of these, and to nothing else: few variants to compile. What is no power of two is made
-# of two, the larger first: 65 rows at the price of 128 would cost a step a tenth more than 64. There is no 48: made of
-# 32 and 16 rows, it took 1% longer than 64 at the 8B shape. Over 128 rows cuBLAS is faster but where it sums in parts,
-# which here the norm behind it adds up; and of 256, no step gained.
+# num_rows is rounded up to one of these, so that there are few variants to compile. A size that is no power of two is
+# two tiles of rows, the larger first: if 65 rows cost as much as 128, a step would take a tenth longer than with 64.
+# There is no 48: as 32 and 16 rows, it took 1% longer than 64 at the 8B shape. Over 128 rows cuBLAS is faster, except
+# for products that it splits along K and sums itself, which here the norm behind adds up; and with 256, no step gained.
 ROWS = (16, 32, 64, 80, 96, 128, 144, 160, 192)
 SHARED_BYTES = 227 * 1024  # of a block on Hopper
 MAX_ACCUMULATORS = 128  # float32 registers of a thread's 255 that sums may take
@@ -37,7 +37,7 @@ MAX_ACCUMULATORS = 128  # float32 registers of a thread's 255 that sums may take
 
 @dataclass(frozen=True)
 class Config:
-    """How a product is cut."""
+    """How a product is cut into programs."""
 
     block_n: int  # rows of the weight in a tile
     block_k: int
@@ -83,7 +83,7 @@ def _store(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Bias and activation, and then the columns of SIZE rows."""
+    """Apply bias and activation, and store BLOCK_N columns of SIZE rows."""
     if HAS_BIAS:
         mask = columns < bias_columns
         sums += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
@@ -119,8 +119,8 @@ def _skinny_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N columns of all rows, over part_k of K. What is left for the last parts may be less, or none:
-    then they store zeros."""
+    """One program: BLOCK_N columns of all rows, over part_k of K. The last parts may have less of K, or none: then they
+    store zeros."""
     first_column = tl.program_id(0) * BLOCK_N
     part = tl.program_id(1)
     start = part * part_k

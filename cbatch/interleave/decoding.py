@@ -24,8 +24,8 @@ CacheKind = Literal["static", "dynamic"]
 
 
 class _MaskedDynamicCache(DynamicCache):
-    """For prompts with padding. Transformers leaves the mask out where nothing is padded, and reads the mask back from
-    the device to know; of a cache that says it is compileable it always makes the mask."""
+    """For prompts with padding. Transformers omits the mask if there is none, and reads it back from the device to find
+    out; with a cache that calls itself compileable it does not look, and always makes the mask."""
 
     @property
     def is_compileable(self) -> bool:
@@ -33,10 +33,10 @@ class _MaskedDynamicCache(DynamicCache):
 
 
 def static_cache(config: Any, max_len: int) -> Cache:
-    """A ``StaticCache`` whose layers all keep all positions; a sliding window is then in the mask alone.
+    """A ``StaticCache`` whose layers all keep all positions; a sliding window is then in the mask only.
 
-    A layer of transformers that keeps its window only counts in Python when the window is full, and shifts all of it
-    for each token after that: a captured step would neither count nor begin to shift.
+    Transformers' layer for a sliding window counts in Python until the window is full, and from then on shifts it for
+    each token: a captured step would neither count nor start to shift.
     """
     layers: list[Any] = StaticCache(config=config, max_cache_len=max_len).layers
     return Cache(
@@ -47,20 +47,20 @@ def static_cache(config: Any, max_len: int) -> Cache:
 
 
 def num_embeddings(model: Any) -> int:
-    """How many tokens a model can take. Its head may have rows for more, as padding: such a token is never chosen."""
+    """How many token ids a model knows. A padded head has logits for more, which are never chosen."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 @dataclass(frozen=True)
 class Batch:
-    input_ids: Tensor  # [num_rows, length] int64, a row a beam
-    attention_mask: Tensor  # as input_ids; 0 where it is padded, which is on the left
-    padded: bool  # whether it is anywhere
+    input_ids: Tensor  # [num_rows, length] int64; with beams, a row for each
+    attention_mask: Tensor  # as input_ids; 0 at padding, which is on the left
+    padded: bool  # whether there is any padding
     max_new_tokens: int
 
 
 class Decoding:
-    """``load`` a prompt, ``prefill`` it, then ``step`` by ``step``. Prefill and steps each choose a token a row.
+    """The state of a batch: ``load`` it, ``prefill`` it, then ``step``. Each of the latter two chooses a token a row.
 
     Args:
         forward: the model, or what torch.compile made of it; for steps only.
@@ -81,18 +81,18 @@ class Decoding:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
 
     def load(self, batch: Batch) -> None:
-        """A new batch of as many rows. On the caller's stream."""
+        """Start a new batch with the same number of rows, on the caller's stream."""
         length = batch.input_ids.shape[1]
         self._prompt = batch.input_ids
         self._mask[:, :length] = batch.attention_mask
-        self._mask[:, length:] = 1  # what comes later is beyond the causal mask until it is there
+        self._mask[:, length:] = 1  # later positions are hidden by the causal mask until they are computed
         self._prompt_positions = (batch.attention_mask.cumsum(-1) - 1).clamp(min=0)
         self._positions.copy_(self._prompt_positions[:, -1:])
         self._masked = batch.padded or self._kind == "static"
         if self._kind == "dynamic":
             self._cache = (_MaskedDynamicCache if batch.padded else DynamicCache)(config=self._model.config)
         else:
-            self._cache.reset()  # zeros, too: whatever is behind the mask is multiplied by 0, which NaN survives
+            self._cache.reset()  # to zeros: hidden values are multiplied by 0, which leaves NaN as it is
         self.search.reset(batch.max_new_tokens)
 
     def prefill(self) -> None:
@@ -109,7 +109,7 @@ class Decoding:
             self._step()
 
     def capture(self) -> None:
-        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device; ``load`` again afterwards.
+        """Capture the step as a CUDA graph, with a prompt loaded. Waits for the device; ``load`` again afterwards.
 
         The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
         that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
@@ -128,7 +128,7 @@ class Decoding:
         caller = torch.cuda.current_stream(stream.device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled, libraries choose theirs
+            for _ in range(2):  # warm-up: kernels are compiled, libraries choose theirs
                 self._rewind()
                 self._step()
             self._rewind()
@@ -149,7 +149,7 @@ class Decoding:
         return graph
 
     def _rewind(self) -> None:
-        """To an empty cache, so that trial steps stay within what the model has positions for."""
+        """Go back to an empty cache, so that warm-up steps stay within the model's positions."""
         self._mask.fill_(1)
         self._positions.fill_(0)
         self._cache.reset()

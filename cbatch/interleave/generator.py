@@ -1,8 +1,8 @@
 """``generate`` for a stock model of transformers, with the host's work hidden behind the GPU's.
 
-While token i computes on one stream, the host queues token i+1 on the other and reads, from pinned memory, whether
-token i-1 was the last one needed. The loop never asks for a value that is not there yet. Where it was the last, token i
-has been computed in vain, and is dropped.
+While token i computes on one stream, the host queues token i+1 on the other; then it waits for token i to arrive in
+pinned memory, and reads whether that was the last one. So the device always has a token to compute while the host waits
+or works. Tokens that it computes after the last one are dropped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from cbatch.prompts import encode_prompt
 from cbatch.tokenizer import check_tokenizer
 
 _log = logging.getLogger(__name__)
-_PAGE = 64  # positions: what is compiled or captured serves every prompt up to the next multiple
-_said: set[str] = set()  # of the process: what the log has been told once
+_PAGE = 64  # positions: the size of a compiled or captured step is rounded up to a multiple, to serve more prompts
+_said: set[str] = set()  # warnings that this process has logged
 
 
 class InterleavedGenerator:
@@ -315,7 +315,7 @@ class InterleavedGenerator:
 
 
 def _checked(model: Any) -> torch.device:
-    """The device of a model that can be run so."""
+    """The device of a model; raises UnsupportedModelError for one that cannot be run so."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}, but must be a PreTrainedModel of transformers (give the model "
@@ -349,7 +349,7 @@ def _in_evaluation(model: PreTrainedModel) -> None:
 
 
 def _weights(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Where the weights lie. A graph reads them there, also after the caller has put others into their place."""
+    """Where the weights lie: a graph goes on reading these addresses, even if the caller replaces the weights."""
     return tuple((weight.data_ptr(), weight.dtype) for weight in itertools.chain(model.parameters(), model.buffers()))
 
 

@@ -1,11 +1,11 @@
-"""When a token is computed: two CUDA streams in turn, ordered by events; or one lane, at once, on the CPU.
+"""When a token is computed: on two CUDA streams in turn, ordered by events; on the CPU, at once.
 
     host    | launch 1 | launch 2 | read 1 | launch 3 | read 2 | launch 4 | read 3 ...
     lane 0   ==== 1 ====-copy-               ==== 3 ====-copy-
     lane 1              ==== 2 ====-copy-               ==== 4 ====-copy-
 
-Token i+1 needs token i, so the steps never run side by side: each begins with the event that the one before it
-records. Side by side run the host's work and the steps, and the copies to the host and the steps. Knows no model.
+Token i+1 needs token i, so the steps never overlap: each begins by waiting for the event that the one before it
+records. What overlaps with the steps is the host's work, and the copies to the host. Knows no model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Lanes(Protocol):
     depth: int  # steps that are launched before the first of them is read
 
     def open(self, report: Tensor, num_steps: int) -> None:
-        """Begin a batch. ``report [at least num_steps, width]`` int64: step i writes row i, and no other step does."""
+        """Begin a batch. ``report [at least num_steps, width]`` int64: step i writes row i, and only that."""
 
     def launch(self, index: int, compute: Callable[[], None]) -> None:
         """Queue step ``index`` behind the one before it, and the copy of its row to the host. Waits for nothing."""
 
     def land(self, index: int) -> Tensor:
-        """Wait until the row of a step is on the host; the row."""
+        """Wait until the row of a step is on the host, and return it."""
 
     def close(self) -> None:
-        """The caller's stream goes on behind all that was launched. Waits for nothing."""
+        """Let the caller's stream go on after all that was launched. The host does not wait."""
 
 
 class HostLane:
@@ -65,10 +65,10 @@ class _Lane:
 class CudaLanes:
     """``depth`` streams in turn. ``land`` is the only place where the CPU waits.
 
-    What a step allocates, on its own stream, the next step may read on another. No ``record_stream`` is needed for
-    that: memory that is freed meanwhile goes back to the stream that it came from, and whatever that stream computes
-    next begins by waiting for the step before it, which is behind every reader. Rows of the report are written once
-    and read once, so that a copy may come as late as it likes.
+    What a step allocates on its own stream, the next step may read on another. That needs no ``record_stream``: memory
+    that is freed meanwhile goes back to the stream that it came from, and the next step on that stream begins by
+    waiting for the step before it, which comes after every reader. Each row of the report is written once, so its copy
+    to the host may come as late as it likes.
     """
 
     def __init__(self, depth: int, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class CudaLanes:
         self._lanes = [_Lane(device) for _ in range(depth)]
 
     def open(self, report: Tensor, num_steps: int) -> None:
-        """Allocates pinned memory, which torch's host allocator gives back only after the last copy into it."""
+        """Allocates pinned memory, which torch does not reuse before the last copy into it is over."""
         caller = torch.cuda.current_stream(self.device)
         for lane in self._lanes:
             lane.stream.wait_stream(caller)  # which filled the prompt in
@@ -100,9 +100,9 @@ class CudaLanes:
         return row
 
     def close(self) -> None:
-        """All lanes wait for each other, too: torch has a few dozen streams and hands them out in turn, so others may
-        allocate on one of ours what this batch frees now, while the last step still reads it on another. A step that
-        failed half way has recorded no event, so it is the streams that are waited for."""
+        """The lanes wait for each other, too: torch has 32 streams and hands them out in turn, so other code on one of
+        ours may get the memory that this batch frees now, while the last step still reads it on another. A step that
+        failed half way has recorded no event; hence ``wait_stream``."""
         caller = torch.cuda.current_stream(self.device)
         for lane in self._lanes:
             for other in self._lanes:

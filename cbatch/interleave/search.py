@@ -1,7 +1,7 @@
-"""Logits to the next token of each row, on the device: greedy, sampling, beams. Nothing here waits for the device.
+"""From logits to the next token of each row, on the device: greedy, sampling, beams. Does not wait unless it says so.
 
-Each keeps its state in tensors that stay where they are, changes them in place, and writes one row of ``report`` a
-step, so that a step can be captured. The first word of a row says whether any sequence goes on.
+So that a step can be captured, a search changes its state in place, in tensors that stay where they are, and writes one
+row of ``report`` a step. The first number of a row says whether any sequence goes on.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _NEVER = -1.0e9  # transformers' own: what it adds to a score that must not win
 class Search(Protocol):
     num_rows: int  # of the model's input
     report: Tensor  # [num_steps, width] int64
-    draws: bool
-    generator: torch.Generator  # what it draws from
+    draws: bool  # whether it draws from ``generator``
+    generator: torch.Generator
 
     def reset(self, max_new_tokens: int) -> None:
-        """Begin a batch."""
+        """Start a new batch."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``logits [num_rows, vocab_size]`` float32 -> tokens [num_rows], and the row of the cache that each goes on
-        from, where that is not its own."""
+        """``logits [num_rows, vocab_size]`` float32 -> tokens [num_rows]; and for beams, the row of the cache that each
+        continues, [num_rows]."""
 
     def result(self, num_steps: int) -> Tensor:
-        """New tokens [batch_size, at most num_steps]. Beams: waits for the device."""
+        """New tokens [batch_size, at most num_steps]. Waits for the device if there are beams."""
 
 
 def warp(choice: Choice, scores: Tensor) -> Tensor:
-    """Scores after temperature, top-k and top-p: transformers' own, in its order. Without sampling, as they are."""
+    """Scores after temperature, top-k and top-p, by transformers' warpers in its order. Unchanged without sampling."""
     keep = 1 if choice.num_beams == 1 else 1 + max(1, len(choice.eos_token_ids))
     warpers: list[Any] = []
     if choice.temperature != 1.0:
@@ -50,10 +50,10 @@ def warp(choice: Choice, scores: Tensor) -> Tensor:
 
 
 def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` tokens a row [rows, count], without replacement, each with the softmax of its score as its weight.
+    """Draw ``count`` tokens a row, [rows, count], without replacement, by the softmax of the scores.
 
-    The weights over exponential noise: the largest is a draw, the next largest a draw from the rest. The same as
-    ``torch.multinomial``, which cannot be captured: it looks at its input first.
+    Probabilities are divided by exponential noise: the largest quotient is a draw, the next one a draw from the rest.
+    The same distribution as ``torch.multinomial``, which cannot be captured, since it looks at its input first.
     """
     weights = scores.softmax(-1)
     race = weights / torch.empty_like(weights).exponential_(generator=generator)
@@ -61,7 +61,7 @@ def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 class _State:
-    """The step number and the report, which both searches have."""
+    """What both searches have: the step number, the report, the stop tokens."""
 
     def __init__(self, choice: Choice, batch_size: int, width: int, num_steps: int, device: torch.device) -> None:
         self.choice, self.batch_size, self.device = choice, batch_size, device
@@ -81,7 +81,7 @@ class _State:
 
 
 class Tokens(_State):
-    """Greedy or sampled, each row for itself. A row of the report: whether any goes on, then the tokens."""
+    """Greedy or sampled, each row by itself. A row of the report: whether any sequence goes on, then the tokens."""
 
     def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
         super().__init__(choice, batch_size, 1 + batch_size, num_steps, device)
@@ -107,10 +107,10 @@ class Tokens(_State):
 
 
 class Beams(_State):
-    """Beam search as transformers does it, without a wait. A row of the report: whether the search goes on.
+    """Beam search as transformers does it, but without waiting. A row of the report: whether the search goes on.
 
     ``running`` are the beams that go on, ``best`` those that have ended, by score. A step that was launched before the
-    end was known changes no row's first in ``best``: it has ended by then, and whatever comes is put 1e9 below it.
+    end was known does not change the first of ``best``: the search has ended, so new candidates get 1e9 less.
     """
 
     def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
