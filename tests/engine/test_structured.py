@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
-from cbatch.errors import CBatchError, EngineDeadError, InvalidRequestError
+from cbatch.errors import CBatchError, InvalidRequestError
 from cbatch.kernels.reference import gumbel
 from cbatch.llm import LLM
 from cbatch.request import RequestHandle
@@ -693,20 +693,8 @@ def test_logprobs_are_of_the_models_own_logits(
             logits = model(torch.tensor([prompt + found.token_ids[:i]], device=device)).logits[0, -1].float()
         wanted = logits.log_softmax(-1)
         assert one[token].logprob == pytest.approx(wanted[token].item(), abs=1e-4)
-        top = wanted.topk(3).indices.tolist()
-        assert [id for id, entry in one.items() if entry.rank is not None and entry.rank <= 3] or set(top) <= set(one)
-
-
-@pytest.mark.parametrize("when", range(2, 6))
-def test_device_error_in_a_held_step_reaches_everyone(tokenizer: PreTrainedTokenizerFast, when: int) -> None:
-    model = CountingModel(vocab_size=400, eos=(EOS,))
-    config = EngineConfig(max_num_seqs=2, block_size=4, num_blocks=33, enforce_eager=True)
-    with Engine(model, config, tokenizer) as engine:
-        model.fail_at = when + model.num_forwards
-        asked = StructuredOutputsParams(regex="[a-z]{20}")
-        handle = engine.submit([5], SamplingParams(max_tokens=30, structured_outputs=asked))
-        with pytest.raises(EngineDeadError, match="injected failure"):
-            handle.result(30)
+        ranked = {entry.rank: id for id, entry in one.items()}
+        assert [ranked[rank] for rank in (1, 2, 3)] == wanted.topk(3).indices.tolist()
 
 
 def test_abort_at_every_step(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:

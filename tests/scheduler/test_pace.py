@@ -10,7 +10,6 @@ import pytest
 
 from cbatch.scheduler.pace import COLD_TOKENS, LEAST_TOKENS, Pace
 from cbatch.scheduler.plan import Bucket, HostBatch, StepPlan, StepShape, StepSizes, layout
-from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence
 from tests.scheduler.driver import make
 
@@ -233,12 +232,3 @@ def test_no_target_is_too_small_or_large_to_fit_to(target_ms: float) -> None:
     for _ in range(3):
         pace.note(8, 108, 100 * 50, 14.0)
     assert pace.tokens(8, 50) >= LEAST_TOKENS
-
-
-def test_scheduler_without_a_pace_is_as_before() -> None:
-    assert (
-        Scheduler(
-            num_blocks=9, block_size=4, num_groups=1, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16
-        ).pace
-        is None
-    )
