@@ -109,7 +109,7 @@ class Decoding:
             self._step()
 
     def capture(self) -> None:
-        """Capture the step as a CUDA graph, with a prompt loaded. Waits for the device; ``load`` again afterwards.
+        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device; ``load`` again afterwards.
 
         The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
         that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
