@@ -569,7 +569,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, from any thread, as when weights have changed. Returns at once.
 
-        Whoever is submitted from now on computes its prompt; who runs already goes on, and leaves nothing in the cache.
+        Requests submitted from now on compute their prompts; running ones go on, and leave nothing in the cache.
 
         Raises:
             EngineClosedError, EngineDeadError: the engine runs no more.

@@ -1,8 +1,9 @@
 """Owns the host memory of ``swap_space``: pages of preempted requests, copied there and back. Knows no request.
 
-The copies have a stream of their own. They wait for the steps launched before: those that last wrote the pages that go
-out, and last read those which come in. The step that they are launched for writes what went out, so it waits for that;
-what comes in it leaves alone, and the next step waits for it. On the CPU the lane's thread copies plain memory.
+The copies have a stream of their own, which first waits for the steps launched before: these wrote the pages that are
+copied out, and read those that are copied into. The step that has the copies in its plan overwrites what is copied out,
+so it waits for that. It does not use what is copied in (unless ``Swaps.is_needed``): the next step waits for that. On
+the CPU the lane's thread copies plain memory.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, .
 
 
 class HostPages:
-    """As many pages as there are host blocks; pinned where the pool is on a GPU.
+    """A page of host memory for each host block; pinned if the pool is on a GPU.
 
-    Allocates everything at once, and raises ConfigError where it does not fit.
+    Allocates everything at once, and raises ConfigError if it does not fit.
     """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
@@ -54,10 +55,10 @@ class HostPages:
             )
         self._per_piece = size = max(1, _PIECE_BYTES // page)
         self._stream = take_stream(self._pool.device) if pin else None
-        self._coming: torch.cuda.Event | None = None  # what comes in, and no step has waited for
+        self._coming: torch.cuda.Event | None = None  # copies in that no step has waited for yet
         if self._stream is not None:
             weakref.finalize(self, give_back, self._stream).atexit = False
-            self._pool.record_stream(self._stream)  # its memory is nobody else's before the last copy has ended
+            self._pool.record_stream(self._stream)  # its memory is not reused before the last copy is over
         try:
             self._pieces = [
                 torch.empty(
@@ -69,7 +70,7 @@ class HostPages:
             raise ConfigError(f"swap_space of {num_blocks} host blocks does not fit: {error}") from error
 
     def before_step(self, swaps: Swaps | None) -> None:
-        """Launch a step's copies, and have the current stream, the step's, wait for what it uses. The host does not."""
+        """Launch a step's copies; the current stream, the step's, waits for those that it needs. The host does not."""
         if self._stream is None:
             if swaps is not None:
                 self._copy_out(swaps)

@@ -204,7 +204,7 @@ class Limits:
         return max_len
 
     def priority(self, priority: int, request_id: str | None) -> int:
-        """Where a request ranks: no number but 0 where nobody heeds it."""
+        """A request's priority as a plain int; other than 0 it needs the policy ``"priority"``."""
         who = named(request_id)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not whole or abs(int(priority)) > MAX_PRIORITY:  # numpy's least int64 has itself for absolute value

@@ -23,7 +23,7 @@ from cbatch.sampling_params import SamplingParams
 # While a thread runs a logits processor, ``on_end`` is that of its engine's handles, and so tells which engine's.
 running_processor = threading.local()
 
-_PATIENCE_S = 0.1  # of an abort, with somebody else who is ending the request
+_PATIENCE_S = 0.1  # how long an abort waits for another thread that is ending the request
 
 
 class RequestHandle:
@@ -66,7 +66,7 @@ class RequestHandle:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: CBatchError | None = None
-        self._ending = threading.Lock()  # taken for good by whoever ends it; nobody waits for it
+        self._ending = threading.Lock()  # acquired for good by what ends it; never waited for
         self._end_read = False
         self._lock = threading.RLock()  # the garbage collector may end a request inside any of our own statements
         # Who waits for new tokens or the end, and who for the end alone. A thread waits on a lock of its own, which is
@@ -278,7 +278,7 @@ class RequestHandle:
         self._end_now(None, error, aborted=aborted)
 
     def forget(self, error: CBatchError) -> None:
-        """In a forked child, where nothing comes any more and its lock may be held for ever: whoever waits raises."""
+        """In a forked child, where nothing comes any more and its lock may be held for ever: waiters raise this."""
         self._lock = threading.RLock()
         if not self.finished:
             self._error = error
@@ -296,8 +296,8 @@ class RequestHandle:
                 raise
             wakers.wake()
         elif self._lock.acquire(timeout=_PATIENCE_S):
-            # Somebody else has ended it by now. Or else he waits for the engine's lock, which this thread may hold: the
-            # collector runs finalizers under whatever locks.
+            # Another thread has ended it by now. Else that waits for the engine's lock, which this thread may hold: the
+            # garbage collector runs finalizers under whatever locks.
             self._lock.release()
 
     def _end(
@@ -310,7 +310,7 @@ class RequestHandle:
         aborted: bool,
         claimed: bool = False,
     ) -> None:
-        """End it, with its lock held, unless somebody else is about to; ``claimed``: ``_ending`` is the caller's."""
+        """End it, unless another thread is about to. The caller holds the lock; if ``claimed``, ``_ending`` too."""
         if not (claimed or self._ending.acquire(blocking=False)):
             return
         try:
@@ -332,7 +332,7 @@ class RequestHandle:
 
 
 class WholeHandle(RequestHandle):
-    """A request that is no stream of tokens itself: whoever asks for one hears why, from ``_refuse``."""
+    """A request that is no stream of tokens itself: what would read one raises, by ``_refuse``."""
 
     def next_chunk(self, timeout: float | None = None) -> NoReturn:
         self._refuse("next_chunk")
@@ -434,7 +434,7 @@ async def until_ready(handles: list[RequestHandle]) -> None:
 
 
 class Wakers:
-    """Who is to wake, gathered over a step: each event loop is woken once, and nobody before all tokens are there.
+    """The waiters to wake, gathered over a step: each event loop is woken once, and none before all tokens are there.
 
     Waking a thread costs about 40 µs under the interpreter lock, and the loop wants that lock several times a step. So
     threads that read on are woken 4,000 times a second at the most, in turn, and find more tokens then: one reader is
@@ -454,7 +454,7 @@ class Wakers:
             self._waiters.setdefault(waiter[0], []).append(waiter)
 
     def wake(self) -> None:
-        """Wake whose turn it is. Where ``threads`` is not empty then, call again soon."""
+        """Wake those whose turn it is. If ``threads`` is not empty afterwards, call again soon."""
         for thread in self.urgent:
             thread.release()
         self.urgent.clear()
@@ -476,7 +476,7 @@ class Wakers:
         for loop, waiters in self._waiters.items():
             try:
                 loop.call_soon_threadsafe(_resolve, waiters)
-            except RuntimeError:  # the loop is closed: nobody will ever read on, so the requests need not either
+            except RuntimeError:  # the loop is closed: these requests have no reader any more
                 for _, _, handle in waiters:
                     handle.abort()
         self._waiters.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_WINDOW = 4096  # most recent steps kept for the percentiles, which take 0.15 ms of whoever asks for them
+_WINDOW = 4096  # most recent steps kept for the percentiles, which take the caller of ``summary`` 0.15 ms
 
 
 class StepClock:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class AttentionBatch:
-    """One step's metadata. Tensors live on the device; the plain ints are known on the host, so nobody waits for them.
+    """One step's metadata. Tensors live on the device; the plain ints are known on the host, without waiting.
 
     Row r's queries are tokens ``cu_seqlens_q[r] : cu_seqlens_q[r + 1]`` at positions ``context_lens[r] - query_len``
     to ``context_lens[r] - 1``. Rows come decodes first. A row with context 0 is padding: it reads nothing.
@@ -42,9 +42,9 @@ class AttentionBackend(Protocol):
         """Make ready what the layers of one step share. Once a step, before the layers."""
 
     def slot_mapping(self, group: int) -> Tensor | None:
-        """The step's [num_tokens] int32, for whoever stores k and v itself and then attends with None for both.
+        """The step's [num_tokens] int32, for models that store k and v themselves, and then attend with None for both.
 
-        None: this backend wants them handed over.
+        None: this backend wants k and v handed over.
         """
         ...
 

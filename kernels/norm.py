@@ -21,8 +21,8 @@ from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 @triton.jit
 def load_parts(at, mask, split_stride, NUM_SPLITS: tl.constexpr):
-    """What each split of a matrix product has, ``at`` being the first one's. Apart from ``add_up``, so that whoever has
-    more to load does so in between: added as they come, parts wait for memory one after another."""
+    """Load the parts of a split matrix product; ``at`` points to the first one's. Apart from ``add_up``, so that other
+    loads can come in between: if each part were added at once, they would wait for memory one after another."""
     parts = (tl.load(at, mask=mask, other=0.0),)
     for _ in tl.static_range(1, NUM_SPLITS):
         at += split_stride

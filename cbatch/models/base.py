@@ -63,7 +63,7 @@ class PagedAttend(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model that runs packed, ragged steps and leaves the cache to whoever calls it."""
+    """A causal language model that runs packed, ragged steps and leaves the cache to its caller."""
 
     kv_specs: tuple[KVSpec, ...]
     """One a layer, in forward order."""

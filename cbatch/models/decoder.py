@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """A causal language model with weights of its own, which follow nobody's training. Implements ``Model``."""
+    """A causal language model with its own copy of the weights, which follows no training. Implements ``Model``."""
 
     capturable = True
 
@@ -108,7 +108,7 @@ class Decoder:
         return self._linear(up, layer.down, partial=True)
 
     def _linear(self, x: Tensor, linear: Linear, *, partial: bool = False) -> Tensor:
-        """[num_tokens, num_outputs]; or, if ``partial``, perhaps the parts of it that whoever is next adds up."""
+        """[num_tokens, num_outputs]; if ``partial``, perhaps partial sums, which the next operator adds up."""
         return self._ops.linear(x, linear.weight, linear.bias, partial=partial)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:

@@ -25,7 +25,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """In float32, with the family's offset added: whoever normalises just multiplies."""
+    """In float32, with the family's offset added, so that normalising just multiplies."""
 
     weight: Tensor
     bias: Tensor | None

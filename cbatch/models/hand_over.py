@@ -19,7 +19,7 @@ IMPLEMENTATION = "cbatch"
 
 
 class Answer(Protocol):
-    """Whoever answers the attention calls of one forward. Shapes are those of ``Attend``."""
+    """What answers the attention calls of one forward. Shapes are those of ``Attend``."""
 
     def __call__(
         self,

@@ -21,10 +21,10 @@ _lock = threading.RLock()  # of two threads whose turns overlap, the second woul
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Config classes that are imported inside have the docstring of their source, and activations are named on demand.
+    """Imports inside the block are faster: config classes keep their source's docstring, activations load on demand.
 
-    Nothing stays but that: whoever imports the activations afterwards gets them. A release of transformers that does
-    not have the two places imports as slowly as ever.
+    Nothing else changes, and what imports the activations afterwards gets them. With a release of transformers that
+    lacks the two places, imports are as slow as ever.
     """
     import transformers.utils  # noqa: F401  # so that the module below is there
 
@@ -46,7 +46,7 @@ def light_imports() -> Iterator[None]:
 
 
 class _Activations(ModuleType):
-    """Stands for the module while nobody wants more of it than the name ``ACT2FN``."""
+    """Stands for the module until something needs more of it than the name ``ACT2FN``."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for some
