@@ -63,57 +63,26 @@ def layout(shape: StepShape, bucket: Bucket) -> tuple[dict[str, tuple[int, tuple
 
 
 class HostBatch:
-    """The arrays of one step as views of a slab (int32).
-
-    input_ids     [tokens]          0 where the token is still in flight
-    positions     [tokens]
-    carry_slots   [tokens]          slot whose last token fills the placeholder; -1: input_ids holds the token
-    slot_mapping  [groups, tokens]  where its keys and values go: block * block_size + offset
-    row_slots     [rows]            which row of the block tables; decode rows come first
-    cu_seqlens_q  [rows + 1]        where each row's tokens begin
-    context_lens  [rows]            length of the context, this step's tokens included
-    sample_rows   [samples]         index of the token whose logits are sampled
-    out_slots     [samples]         slot that the sampled token belongs to
-    table_index, table_value        changes of the resident block tables (flat index, block)
-    param_slots, param_values       sampling state of slots that have a new owner
+    """The arrays of one step as views of a slab, all int32.
 
     What few steps have lies behind the layout, in the slab's spare words, one array after the other: changes of the
     block tables that *overflow* the bucket (all indices, then all blocks), and the blocks to copy before the model runs
     (all sources, then all destinations; no block is both).
     """
 
-    __slots__ = (
-        "bucket",
-        "carry_slots",
-        "context_lens",
-        "cu_seqlens_q",
-        "input_ids",
-        "num_words",
-        "out_slots",
-        "param_slots",
-        "param_values",
-        "positions",
-        "row_slots",
-        "sample_rows",
-        "slot_mapping",
-        "spare_words",
-        "table_index",
-        "table_value",
-    )
-
-    input_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    carry_slots: NDArray[np.int32]
-    slot_mapping: NDArray[np.int32]
-    row_slots: NDArray[np.int32]
-    cu_seqlens_q: NDArray[np.int32]
-    context_lens: NDArray[np.int32]
-    sample_rows: NDArray[np.int32]
-    out_slots: NDArray[np.int32]
-    table_index: NDArray[np.int32]
-    table_value: NDArray[np.int32]
-    param_slots: NDArray[np.int32]
-    param_values: NDArray[np.int32]
+    input_ids: NDArray[np.int32]  # [tokens]; 0 where the token is still in flight
+    positions: NDArray[np.int32]  # [tokens]
+    carry_slots: NDArray[np.int32]  # [tokens]; slot whose last token replaces the 0; -1: input_ids has the token
+    slot_mapping: NDArray[np.int32]  # [groups, tokens]; where keys and values go: block * block_size + offset
+    row_slots: NDArray[np.int32]  # [rows]; which row of the block tables; decode rows come first
+    cu_seqlens_q: NDArray[np.int32]  # [rows + 1]; where each row's tokens begin
+    context_lens: NDArray[np.int32]  # [rows]; length of the context, this step's tokens included
+    sample_rows: NDArray[np.int32]  # [samples]; index of the token whose logits are sampled
+    out_slots: NDArray[np.int32]  # [samples]; slot that the sampled token belongs to
+    table_index: NDArray[np.int32]  # [updates]; entries of the resident block tables that change, as flat indices
+    table_value: NDArray[np.int32]  # [updates]; their new blocks
+    param_slots: NDArray[np.int32]  # [updates]; slots with a new owner
+    param_values: NDArray[np.int32]  # [updates, num_params]; its sampling state
 
     def __init__(self, slab: NDArray[np.int32], shape: StepShape, bucket: Bucket) -> None:
         fields, self.num_words = layout(shape, bucket)
