@@ -180,7 +180,7 @@ def test_lost_block_of_a_window_is_given_by_whoever_computes_it_again() -> None:
     assert first.payload.tokens == second.payload.tokens == solo(prompt, 31, windows=(6, 0))
 
 
-def test_shared_block_that_two_drop_at_once_is_let_go_twice() -> None:
+def test_shared_block_that_two_drop_at_once_is_released_twice() -> None:
     blocks = BlockManager(8, 4)
     held = blocks.allocate(2)
     blocks.published[held] = True
