@@ -635,7 +635,7 @@ class Engine:
 
 
 def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> Scheduler:
-    """Raises ConfigError where its tables do not fit into memory."""
+    """Raises ConfigError where its tables do not fit into memory, or into 32-bit indices."""
     assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens
     try:
         return Scheduler(
@@ -651,7 +651,7 @@ def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
             prefix_caching=bool(config.enable_prefix_caching),
             num_host_blocks=num_host_blocks(config, model, groups),
         )
-    except MemoryError as error:
+    except (MemoryError, OverflowError) as error:
         raise ConfigError(
             f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
             f"do not fit: {error}"

@@ -5,7 +5,8 @@ Contract of every kernel here:
 - k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride.
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
-- offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
+- offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements. Offsets between the heads of
+  a token are 32 (``_within_32_bits``).
 - nothing is read beyond a row's context, nor before the window of its first query, where its block table may have the
   dummy block: stale NaN in a page cannot leak. Rows with context 0 give zeros.
 - a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
@@ -174,9 +175,9 @@ class TritonAttention:
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head size {head_dim}: the Triton kernels take up to {MAX_HEAD_DIM}")
         if k is not None and v is not None:
-            k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+            k, v = _within_32_bits(k), _within_32_bits(v)
             write_kv(k, v, k_cache, v_cache, self._slot_mappings[group])
-        q = q if q.stride(2) == 1 else q.contiguous()
+        q = _within_32_bits(q)
         shape = (q.shape[0], q.shape[1], v_cache.shape[3])
         num_rows = batch.context_lens.shape[0]
         # In a decode step the kernel writes every token; else there may be padding behind the last row.
@@ -407,6 +408,16 @@ class TritonAttention:
                 size = max(size, 2 * kept[-1].numel())
             kept.append(torch.zeros(size, dtype=dtype, device=self._device))
         return kept[-1]
+
+
+def _within_32_bits(heads: Tensor) -> Tensor:
+    """[num_tokens, heads, head_dim] as the kernels take it: a copy where they cannot, for head i is i strides on.
+
+    In a layout of head behind head, as transformers has it, a stride is all tokens of the step: 64 heads of 128 reach
+    2^31 elements with 262,144 tokens.
+    """
+    fits = heads.stride(2) == 1 and heads.shape[1] * heads.stride(1) < 2**31
+    return heads if fits else heads.contiguous()
 
 
 def _padded(head_dim: int) -> int:
