@@ -191,7 +191,7 @@ class Engine:
             engine = cls(loaded, config, tokenizer)
         except BaseException as error:  # whose frames hold weights that nobody else has
             del loaded
-            traceback.clear_frames(error.__traceback__)
+            _forget_frames(error)
             raise
         engine.startup_s = {"model": seconds, **engine.startup_s}
         return engine
@@ -207,7 +207,7 @@ class Engine:
             with alone(self.model.device):
                 yield
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
+            _forget_frames(error)
             if self.model.device.type == "cuda":
                 free([])
             if ran_out(error):
@@ -603,7 +603,8 @@ class Engine:
     def close(self) -> None:
         """End the loop and give the memory back. Requests that still run get ``EngineClosedError``.
 
-        Waits for the steps in flight, not for the requests. May be called twice, and from any thread.
+        Waits for the steps in flight, not for the requests. While another engine is being built, the memory comes back
+        at the next moment that allows it, which is not waited for. May be called twice, and from any thread.
         """
         self.close_soon()
         if not threading.current_thread().name.startswith(THREAD_PREFIX):  # which would wait for itself
@@ -632,6 +633,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Have an error hold nothing that its frames had, unless it may be the device that failed: see ``_main``."""
+    if not isinstance(error, RuntimeError) or ran_out(error):
+        traceback.clear_frames(error.__traceback__)
 
 
 def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> Scheduler:
