@@ -211,7 +211,7 @@ def test_engines_are_built_in_several_threads_at_once() -> None:
 SMALL = {"max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 64}
 
 
-def in_a_capture(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], number: int = 5) -> None:
+def in_a_capture(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], number: int = 3) -> None:
     """Have ``act`` called in the middle of a step that is captured, the ``number``-th one from now on."""
     step, captures = Runner.step, iter(range(1, 10_000))
 

@@ -19,11 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
 from cbatch.interleave.decoding import Decoding
 from cbatch.interleave.lanes import CudaLanes
+from cbatch.models.transformers_model import TransformersModel
 from tests.interleave.conftest import Make, expected, prompts
 from tests.models.families import make_tiny
 
@@ -301,8 +303,8 @@ def test_an_engine_closes_and_another_is_built_while_a_step_is_captured(
     options = {"max_num_seqs": 4, "block_size": 16, "num_blocks": 64, "max_num_batched_tokens": 64}
     first = Engine.from_model(make_tiny("llama", device="cuda"), **options)
     built: list[Engine] = []
-    other = make_tiny("llama", device="cuda")
-    builder = threading.Thread(target=lambda: built.append(Engine.from_model(other, **options)))
+    other = TransformersModel(make_tiny("llama", device="cuda"))
+    builder = threading.Thread(target=lambda: built.append(Engine(other, EngineConfig(**options))))
     step = Decoding._step
 
     def acting(self: Decoding) -> None:
