@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ from cbatch.held import Held
 from cbatch.host_pages import num_host_blocks
 from cbatch.intake import BeamDraft, Draft, Intake
 from cbatch.limits import Limits
-from cbatch.memory import num_blocks
+from cbatch.memory import num_blocks, ran_out
 from cbatch.models.base import Model
 from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
@@ -70,12 +70,12 @@ from cbatch.slot_state import Admission
 from cbatch.stats import StepClock
 from cbatch.streams import THREAD_PREFIX
 from cbatch.timeline import StepTimes, Timeline
+from cbatch.turns import alone, free
 
 _MAX_ORDERS = 256  # of the inbox, in one round: 1.5 ms; many thousands at once would hold up the steps
 
 _log = logging.getLogger(__name__)
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_builders: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class Engine:
         Raises:
             ConfigError: an option that the model or the device cannot serve.
         """
-        config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
+        self.config = config = (config or EngineConfig()).resolve(model.max_model_len, model.device)
         self.startup_s: dict[str, float] = {}  # what building took, part by part, in seconds
         self.model, self.tokenizer = model, tokenizer
         groups = group_layers(model.kv_specs)
@@ -188,16 +188,38 @@ class Engine:
             config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
         loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
-        engine = cls(loaded, config, tokenizer)
+        try:
+            engine = cls(loaded, config, tokenizer)
+        except BaseException as error:  # whose frames hold weights that nobody else has
+            del loaded
+            _forget_frames(error)
+            raise
         engine.startup_s = {"model": seconds, **engine.startup_s}
         return engine
 
     @contextmanager
     def _building(self, part: str) -> Iterator[None]:
-        """Times a part of it, with the device to itself: who waits for one on which another captures spoils that."""
+        """Times a part of it, which has the GPUs to itself.
+
+        Where it fails, what it took is free again: the caller may build a smaller engine while it handles the error.
+        """
         begin = time.perf_counter()
-        with _builders[self.model.device]:
-            yield
+        try:
+            with alone(self.model.device):
+                yield
+        except BaseException as error:
+            _forget_frames(error)
+            if self.model.device.type == "cuda":
+                free([])
+            if ran_out(error):
+                config = self.config
+                raise ConfigError(
+                    f"{self.model.name}: no memory left on {self.model.device} for the engine's {part}, with "
+                    f"gpu_memory_utilization={config.gpu_memory_utilization}, num_blocks={config.num_blocks}, "
+                    f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens}: "
+                    f"one of them must be lower. {error}"
+                ) from error
+            raise
         self.startup_s[part] = time.perf_counter() - begin
 
     # ---- the loop
@@ -583,7 +605,8 @@ class Engine:
     def close(self) -> None:
         """End the loop and give the memory back. Requests that still run get ``EngineClosedError``.
 
-        Waits for the steps in flight, not for the requests. May be called twice, and from any thread.
+        Waits for the steps in flight, not for the requests. While another engine is being built, the memory comes back
+        at the next moment that allows it, which is not waited for. May be called twice, and from any thread.
         """
         self.close_soon()
         if not threading.current_thread().name.startswith(THREAD_PREFIX):  # which would wait for itself
@@ -596,16 +619,16 @@ class Engine:
             self._changed.notify()
 
     def _free(self) -> None:
-        """Drop weights, pages and buffers; the scheduler's numbers stay for ``stats``."""
-        for name in ("model", "_executor", "_buffers"):
-            self.__dict__.pop(name, None)
+        """Drop weights, pages and buffers, or have it done by an engine that is being built at this moment.
+
+        The scheduler's numbers stay for ``stats``.
+        """
+        parts = [self.__dict__.pop(name, None) for name in ("model", "_executor", "_buffers")]
         self._in_flight.clear()
         if self._error is not None:  # its frames hold the step that failed, and so weights and pages
             traceback.clear_frames(self._error.__traceback__)
         if self._lane.kind == "gpu":
-            torch.cuda.empty_cache()
-            # And pinned memory, of which ``swap_space`` may be much. The name is torch 2.11's; 2.12 has a public one.
-            (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
+            free(parts)
 
     def __enter__(self) -> Engine:
         return self
@@ -614,8 +637,14 @@ class Engine:
         self.close()
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Have an error hold nothing that its frames had, unless it may be the device that failed: see ``_main``."""
+    if not isinstance(error, RuntimeError) or ran_out(error):
+        traceback.clear_frames(error.__traceback__)
+
+
 def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> Scheduler:
-    """Raises ConfigError where its tables do not fit into memory."""
+    """Raises ConfigError where its tables do not fit into memory, or into 32-bit indices."""
     assert config.num_blocks and config.max_model_len and config.max_num_batched_tokens
     try:
         return Scheduler(
@@ -631,7 +660,7 @@ def _scheduler(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
             prefix_caching=bool(config.enable_prefix_caching),
             num_host_blocks=num_host_blocks(config, model, groups),
         )
-    except MemoryError as error:
+    except (MemoryError, OverflowError) as error:
         raise ConfigError(
             f"tables of max_num_seqs={config.max_num_seqs} rows for max_model_len={config.max_model_len} tokens "
             f"do not fit: {error}"
@@ -654,7 +683,6 @@ def _forget_engines() -> None:
             for child in handle.children:
                 child.forget(engine._ending())
     _open_engines.clear()
-    _builders.clear()
 
 
 os.register_at_fork(after_in_child=_forget_engines)

@@ -88,6 +88,9 @@ class Executor:
                     self._graphs = GraphSet(self._runner, buckets, shape, config.max_model_len, lane.compute)
                 except CaptureError as error:
                     _log.warning("%s: steps are launched eagerly, since %s", model.name, error)
+                except BaseException:
+                    lane.close()
+                    raise
         else:
             self.lane = CpuLane(self.buffers)
         self.step_sizes = buckets.mixed if self._graphs else ()  # what the tokens of mixed steps are padded to

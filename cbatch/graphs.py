@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.buffers import DeviceBatch, IOBuffer, Landing, round_up
+from cbatch.memory import ran_out
 from cbatch.runner import Runner
 from cbatch.sampler import FILTERED, HELD, LOGPROBS, PROCESSED, RANDOM, Edit, drawing, edited
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
@@ -202,9 +203,9 @@ class GraphSet:
         try:
             with capturing(graph, self._pool):
                 out = run()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # an operator that waits for the device, or copies from it, in some dtype only
+            if ran_out(error):
+                raise
             raise CaptureError(f"the forward cannot be captured: {str(error).splitlines()[0]}") from error
         return graph, out
 

@@ -20,10 +20,10 @@ def hold() -> None:
     Also what was set aside before: where engines replace each other, there is always one, and that would pile up.
     """
     global _num_engines
+    gc.unfreeze()
+    gc.collect()  # without the lock: a finalizer may close an engine and wait for its thread, which takes it at the end
     with _lock:
         _num_engines += 1
-        gc.unfreeze()
-        gc.collect()
         gc.freeze()
 
 

@@ -98,6 +98,11 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
     return peak
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether there was no memory left on the device. CUDA, cuBLAS and Triton say so by words, with no class of it."""
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "ALLOC_FAILED" in str(error))
+
+
 def available_memory_bytes() -> int:
     """Memory of this machine that is free for new work; the limit of a container counts where one is set."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,8 @@ Contract of every kernel here:
 - k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride.
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
 - head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
-- offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements.
+- offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements. Offsets between the heads of
+  a token are 32 (``_within_32_bits``).
 - nothing is read beyond a row's context, nor before the window of its first query, where its block table may have the
   dummy block: stale NaN in a page cannot leak. Rows with context 0 give zeros.
 - a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
@@ -16,6 +17,7 @@ Contract of every kernel here:
 from __future__ import annotations
 
 import os
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,6 +114,20 @@ def write_kv(
     )
 
 
+class _Layer(NamedTuple):
+    """What both kernels take of a layer, in their order."""
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k_cache, v_cache, out
+    tables: tuple[Tensor, Tensor]  # sinks, block tables
+    numbers: tuple[float, ...]  # window, scale, softcap, strides
+    constants: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """The larger padded head size, by which tiles are chosen."""
+        return max(64, self.constants["K_PADDED"], self.constants["V_PADDED"])
+
+
 _PlanKey = tuple[int, int, int, int]  # window, BLOCK_N, KV heads, resident programs
 
 
@@ -174,82 +190,69 @@ class TritonAttention:
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head size {head_dim}: the Triton kernels take up to {MAX_HEAD_DIM}")
         if k is not None and v is not None:
-            k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+            k, v = _within_32_bits(k), _within_32_bits(v)
             write_kv(k, v, k_cache, v_cache, self._slot_mappings[group])
-        q = q if q.stride(2) == 1 else q.contiguous()
+        q = _within_32_bits(q)
         shape = (q.shape[0], q.shape[1], v_cache.shape[3])
         num_rows = batch.context_lens.shape[0]
         # In a decode step the kernel writes every token; else there may be padding behind the last row.
         mixed = batch.max_query_len != 1 or q.shape[0] != num_rows
         out = q.new_zeros(shape) if mixed else q.new_empty(shape)
-        if num_rows:
-            self._decode(out, q, k_cache, v_cache, group, scale, window, softcap, sinks, mixed)
-            if batch.max_query_len > 1:
-                self._prefill(out, q, k_cache, v_cache, group, scale, window, softcap, sinks)
+        if not num_rows:
+            return out
+        block_size, num_kv_heads, v_dim = v_cache.shape[1:]
+        strides = q.stride()[:2] + k_cache.stride()[:3] + v_cache.stride()[:3] + (batch.block_tables.stride(1),)
+        layer = _Layer(
+            tensors=(q, k_cache, v_cache, out),
+            tables=(q if sinks is None else sinks, self._tables[group]),
+            numbers=(window, scale, softcap, *strides),
+            constants={
+                "NUM_KV_HEADS": num_kv_heads,
+                "K_DIM": q.shape[2],
+                "V_DIM": v_dim,
+                "K_PADDED": _padded(q.shape[2]),
+                "V_PADDED": _padded(v_dim),
+                "BLOCK_SIZE": block_size,
+                "HAS_WINDOW": window > 0,
+                "HAS_SOFTCAP": softcap > 0,
+                "HAS_SINKS": sinks is not None,
+                **launch_options(q.device),
+            },
+        )
+        self._decode(layer, window, mixed)
+        if batch.max_query_len > 1:
+            self._prefill(layer, window)
         return out
 
-    def _decode(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        group: int,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        mixed: bool,
-    ) -> None:
-        batch, num_rows = self._batch, self._batch.context_lens.shape[0]
-        num_heads, k_dim = q.shape[1:]
-        block_size, num_kv_heads, v_dim = v_cache.shape[1:]
+    def _decode(self, layer: _Layer, window: int, mixed: bool) -> None:
+        q, _, _, out = layer.tensors
+        num_rows = self._batch.context_lens.shape[0]
+        num_heads, num_kv_heads, v_dim = q.shape[1], layer.constants["NUM_KV_HEADS"], out.shape[2]
         group_size = num_heads // num_kv_heads
         group_padded = triton.next_power_of_2(group_size)
-        k_padded, v_padded = _padded(k_dim), _padded(v_dim)
         tiles = paged_decode.DECODE_FLOAT32 if q.element_size() == 4 else paged_decode.DECODE
-        size = max(64, k_padded, v_padded)
-        block_n, num_warps, num_stages = tiles[size]
-        plan = self._plan(window, block_n, num_kv_heads, paged_decode.RESIDENT_PROGRAMS[size], mixed)
+        block_n, num_warps, num_stages = tiles[layer.size]
+        plan = self._plan(window, block_n, num_kv_heads, paged_decode.RESIDENT_PROGRAMS[layer.size], mixed)
         num_items = plan.shape[0]
         num_lines = num_items * num_heads
         partials = self._grown(self._partials, num_lines * (v_dim + 1), torch.float32)
         paged_decode.decode_kernel[(num_items * num_kv_heads,)](
-            q,
-            k_cache,
-            v_cache,
-            out,
+            *layer.tensors,
             partials[: num_lines * v_dim],
             partials[num_lines * v_dim :],
             self._grown(self._counters, num_rows * num_kv_heads, torch.int32),
             plan,
-            q if sinks is None else sinks,
-            self._tables[group],
-            window,
-            scale,
-            softcap,
-            q.stride(0),
-            q.stride(1),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            batch.block_tables.stride(1),
+            *layer.tables,
+            *layer.numbers,
             GROUP_SIZE=group_size,
-            NUM_KV_HEADS=num_kv_heads,
-            K_DIM=k_dim,
-            V_DIM=v_dim,
-            K_PADDED=k_padded,
-            V_PADDED=v_padded,
-            BLOCK_SIZE=block_size,
             BLOCK_M=max(16, group_padded),
             BLOCK_N=block_n,
             GROUP_PADDED=group_padded,
-            CHUNK=max(1, min(paged_decode.MAX_SPLITS, 4096 // (group_padded * v_padded))),  # 32 registers a thread
-            HAS_WINDOW=window > 0,
-            HAS_SOFTCAP=softcap > 0,
-            HAS_SINKS=sinks is not None,
+            # 32 registers a thread
+            CHUNK=max(1, min(paged_decode.MAX_SPLITS, 4096 // (group_padded * layer.constants["V_PADDED"]))),
             num_warps=num_warps,
             num_stages=num_stages,
-            **launch_options(q.device),
+            **layer.constants,
         )
 
     def _plan(self, window: int, block_n: int, num_kv_heads: int, num_resident: int, mixed: bool) -> Tensor:
@@ -291,24 +294,11 @@ class TritonAttention:
         self._plans[key] = plan
         return plan
 
-    def _prefill(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        group: int,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> None:
+    def _prefill(self, layer: _Layer, window: int) -> None:
         batch = self._batch
-        num_rows = batch.context_lens.shape[0]
-        num_heads, k_dim = q.shape[1:]
-        block_size, num_kv_heads, v_dim = v_cache.shape[1:]
-        k_padded, v_padded = _padded(k_dim), _padded(v_dim)
-        size = max(64, k_padded, v_padded)
+        q, _, _, out = layer.tensors
+        num_rows, size = batch.context_lens.shape[0], layer.size
+        num_heads, num_kv_heads, v_dim = q.shape[1], layer.constants["NUM_KV_HEADS"], out.shape[2]
         block_m, block_n, num_warps, num_stages = paged_prefill.PREFILL_FLOAT32
         if q.element_size() == 2:
             block_m, block_n, num_warps, num_stages = self._prefill_tiles[size]
@@ -327,46 +317,25 @@ class TritonAttention:
         else:
             pack, num_grid_heads = 1, num_heads
             num_programs = q.shape[0] // block_m + min(num_rows, paged_prefill.PREFILL_ROWS)
+        rows = batch.cu_seqlens_q, batch.context_lens, num_rows
         paged_prefill.prefill_kernel[(num_grid_heads, num_programs)](
-            q,
-            k_cache,
-            v_cache,
-            out,
+            *layer.tensors,
             partials[: num_lines * v_dim],
             partials[num_lines * v_dim :],
             most_items,
-            q if sinks is None else sinks,
-            self._tables[group],
+            *layer.tables,
             batch.row_slots,
-            batch.cu_seqlens_q,
-            batch.context_lens,
-            num_rows,
-            window,
-            scale,
-            softcap,
-            q.stride(0),
-            q.stride(1),
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
-            batch.block_tables.stride(1),
+            *rows,
+            *layer.numbers,
             NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            K_DIM=k_dim,
-            V_DIM=v_dim,
-            K_PADDED=k_padded,
-            V_PADDED=v_padded,
-            BLOCK_SIZE=block_size,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            HAS_WINDOW=window > 0,
-            HAS_SOFTCAP=softcap > 0,
-            HAS_SINKS=sinks is not None,
             PACK=pack,
             SPLIT=split,
             MIN_SPLIT=paged_prefill.MIN_PREFILL_SPLIT,
             num_warps=num_warps,
             num_stages=num_stages,
-            **launch_options(q.device),
+            **layer.constants,
         )
         if split:
             num_slices = block_m // paged_prefill.LINES
@@ -374,22 +343,20 @@ class TritonAttention:
                 partials[: num_lines * v_dim],
                 partials[num_lines * v_dim :],
                 out,
-                batch.cu_seqlens_q,
-                batch.context_lens,
-                num_rows,
+                *rows,
                 most_items,
                 window,
                 NUM_HEADS=num_heads,
                 NUM_KV_HEADS=num_kv_heads,
                 V_DIM=v_dim,
-                V_PADDED=v_padded,
+                V_PADDED=layer.constants["V_PADDED"],
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
                 HAS_WINDOW=window > 0,
                 PACK=pack,
                 MIN_SPLIT=paged_prefill.MIN_PREFILL_SPLIT,
                 LINES=paged_prefill.LINES,
-                CHUNK=max(1, 512 // v_padded),
+                CHUNK=max(1, 512 // layer.constants["V_PADDED"]),
                 num_warps=4,
                 **launch_options(q.device),
             )
@@ -407,6 +374,16 @@ class TritonAttention:
                 size = max(size, 2 * kept[-1].numel())
             kept.append(torch.zeros(size, dtype=dtype, device=self._device))
         return kept[-1]
+
+
+def _within_32_bits(heads: Tensor) -> Tensor:
+    """[num_tokens, heads, head_dim] as the kernels take it: a copy where they cannot, for head i is i strides on.
+
+    In a layout of head behind head, as transformers has it, a stride is all tokens of the step: 64 heads of 128 reach
+    2^31 elements with 262,144 tokens.
+    """
+    fits = heads.stride(2) == 1 and heads.shape[1] * heads.stride(1) < 2**31
+    return heads if fits else heads.contiguous()
 
 
 def _padded(head_dim: int) -> int:

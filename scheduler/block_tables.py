@@ -23,9 +23,13 @@ class BlockTables:
     """
 
     def __init__(self, blocks: BlockManager, num_slots: int, num_columns: int, windows: tuple[int, ...]) -> None:
-        """``windows``: of each group, the number of positions that a query sees, its own included; 0: all."""
+        """``windows``: of each group, the number of positions that a query sees, its own included; 0: all.
+
+        Raises OverflowError where an index into all tables would not fit into 32 bits.
+        """
         num_groups = len(windows)
-        assert num_groups * (num_slots + 1) * num_columns < 2**31, "the block tables outgrow 32-bit indices"
+        if num_groups * (num_slots + 1) * num_columns >= 2**31:
+            raise OverflowError(f"{num_groups} x {num_slots + 1} x {num_columns} blocks are more than 2^31")
         self.tables = np.zeros((num_groups, num_slots + 1, num_columns), np.int32)
         self.num_columns = np.zeros(num_slots + 1, np.int32)
         self.num_groups = num_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 from cbatch import interpreter
@@ -30,5 +31,25 @@ def test_what_an_engine_sets_aside_is_collected_when_the_next_one_starts() -> No
             interpreter.hold()
             interpreter.release()
             assert gone() is None
+    finally:
+        interpreter.release()
+
+
+def test_a_finalizer_may_end_an_engine_while_another_starts() -> None:
+    """It waits for that engine's thread, whose last act is the release. The collection held what that waits for."""
+    interpreter.hold()
+    ended: list[bool] = []
+
+    class Owner(Cycle):
+        def __del__(self) -> None:
+            thread = threading.Thread(target=interpreter.release, daemon=True)
+            thread.start()
+            thread.join(5)
+            ended.append(not thread.is_alive())
+
+    Owner()
+    interpreter.hold()
+    try:
+        assert ended == [True]
     finally:
         interpreter.release()

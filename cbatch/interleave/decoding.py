@@ -18,7 +18,9 @@ from transformers.cache_utils import StaticLayer
 from cbatch.errors import UnsupportedModelError
 from cbatch.graphs import capturing
 from cbatch.interleave.search import Search
+from cbatch.memory import ran_out
 from cbatch.streams import give_back, take_stream
+from cbatch.turns import alone
 
 CacheKind = Literal["static", "dynamic"]
 
@@ -109,7 +111,8 @@ class Decoding:
             self._step()
 
     def capture(self) -> None:
-        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device; ``load`` again afterwards.
+        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device, and until no engine is being built;
+        ``load`` again afterwards.
 
         The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
         that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
@@ -117,12 +120,14 @@ class Decoding:
 
         Raises UnsupportedModelError if the model waits for a value from the device.
         """
-        self.prefill()  # the cache gets its memory
-        stream = take_stream(self.search.report.device)
-        try:
-            self._graph = self._capture_on(stream)
-        finally:
-            give_back(stream)
+        device = self.search.report.device
+        with alone(device):  # also while torch.compile tunes kernels, for which it waits for the device
+            self.prefill()  # the cache gets its memory
+            stream = take_stream(device)
+            try:
+                self._graph = self._capture_on(stream)
+            finally:
+                give_back(stream)
 
     def _capture_on(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         caller = torch.cuda.current_stream(stream.device)
@@ -139,9 +144,9 @@ class Decoding:
         try:
             with torch.cuda.stream(stream), capturing(graph, torch.cuda.graph_pool_handle()):
                 self._step()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if ran_out(error):
+                raise
             raise UnsupportedModelError(
                 f"a step of {type(self._model).__name__} cannot be captured as a CUDA graph, use compile=False: "
                 f"{str(error).splitlines()[0]}"

@@ -6,7 +6,6 @@ The facts are in ``decoder_config``, the weights come through ``decoder_weights`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,31 +137,33 @@ class Decoder:
             rows=rows,
         )
 
-    def products(self, num_rows: int) -> list[Callable[[], object]]:
-        """Each matrix product of a step of so many rows, on zeros, with the norm that adds up its parts."""
+    def products(self, num_rows: int, attend: PagedAttend) -> list[Callable[[], object]]:
+        """Each matrix product of a step of so many rows, on zeros, with what adds up its parts."""
         layer, head = self.weights.layers[0], self.weights.head
+        some = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         def rows(linear: Linear) -> Tensor:
-            return linear.weight.new_zeros(num_rows, linear.weight.shape[1])
+            return torch.zeros(num_rows, linear.weight.shape[1], dtype=self.dtype, device=self.device)
 
-        def product_and_norm(linear: Linear) -> object:
-            x = self._linear(rows(linear), linear, partial=True)
-            residual = x.new_zeros(num_rows, linear.weight.shape[0], dtype=self.dtype)
-            return self._add_and_norm(x, residual, layer.attn_post_norm, layer.mlp_norm)
+        def attention() -> None:
+            x = self.rehearse_attention(0, num_rows, attend)
+            residual = x.new_zeros(x.shape[-2:], dtype=self.dtype)
+            self._add_and_norm(x, residual, layer.attn_post_norm, layer.mlp_norm)
 
-        return [
-            partial(product_and_norm, layer.down),
-            partial(product_and_norm, layer.o),
-            lambda: self._linear(rows(layer.qkv), layer.qkv, partial=True),
-            lambda: self._mlp(layer, rows(layer.up)),
-            lambda: self._linear(rows(head), head),
-        ]
+        def down() -> None:
+            x = self._linear(rows(layer.down), layer.down, partial=True)
+            residual = x.new_zeros(x.shape[-2:], dtype=self.dtype)
+            self._add_and_norm(x, residual, layer.mlp_post_norm, self._norms_after[0])
+            self._add_and_norm(x, residual, layer.mlp_post_norm, self._norms_after[-1], some)
 
-    def rehearse_attention(self, layer: int, num_tokens: int, attend: PagedAttend) -> None:
+        return [attention, down, lambda: self._mlp(layer, rows(layer.up)), lambda: self._linear(rows(head), head)]
+
+    def rehearse_attention(self, layer: int, num_tokens: int, attend: PagedAttend) -> Tensor:
         """One layer's attention over what ``attend`` was prepared with, on zeros."""
         weights = self.weights.layers[layer]
-        x = weights.qkv.weight.new_zeros(num_tokens, weights.qkv.weight.shape[1])
-        self._attention(layer, weights, x, torch.zeros(num_tokens, dtype=torch.int32, device=self.device), attend)
+        x = torch.zeros(num_tokens, weights.qkv.weight.shape[1], dtype=self.dtype, device=self.device)
+        positions = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
+        return self._attention(layer, weights, x, positions, attend)
 
     @classmethod
     def from_source(cls, config: DecoderConfig, hf_config: Any, source: WeightSource, facts: ModelFacts) -> Decoder:

@@ -67,6 +67,14 @@ def test_the_largest_number_of_sequences_still_builds():
         assert output.outputs[0].token_ids == [2, 3]
 
 
+def test_tables_that_outgrow_32_bit_indices_are_refused():
+    """They were an assertion, though any user can ask for them."""
+    with pytest.raises(
+        ConfigError, match="tables of max_num_seqs=65536 rows for max_model_len=131072 tokens do not fit"
+    ):
+        LLM(CountingModel(max_model_len=2**17), max_num_seqs=2**16, num_blocks=10, block_size=1)
+
+
 def test_numpys_numbers_are_numbers():
     """As in SamplingParams. "max_num_seqs is np.int64(4), but must be an integer from 1 to 65536" helped nobody."""
     counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "max_queue_size")

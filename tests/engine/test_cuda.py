@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch import engine as engine_module
 from cbatch.engine import Engine
+from cbatch.errors import ConfigError
+from cbatch.runner import Runner
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.swap import SwapSpace
 from tests.counting import CountingModel, counted
@@ -201,6 +206,64 @@ def test_engines_are_built_in_several_threads_at_once() -> None:
     assert answers[0] == answers[1] == answers[2]
     for engine in engines:
         engine.close()
+
+
+SMALL = {"max_num_seqs": 4, "block_size": 16, "max_num_batched_tokens": 64}
+
+
+def in_a_capture(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], number: int = 3) -> None:
+    """Have ``act`` called in the middle of a step that is captured, the ``number``-th one from now on."""
+    step, captures = Runner.step, iter(range(1, 10_000))
+
+    def acting(self: Runner, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and next(captures) == number:
+            act()
+        return step(self, *args)
+
+    monkeypatch.setattr(Runner, "step", acting)
+
+
+def test_an_engine_closes_in_the_middle_of_anothers_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses to empty its caches then: the thread that did it died, and its engine stayed among the open ones.
+    Here the thread that captures even waits for the end of the other engine, as a finalizer may have it do."""
+    first = Engine.from_model(make_tiny("llama", device="cuda"), num_blocks=64, swap_space=0.01, **SMALL)
+    right = first.submit([5, 6, 7], greedy(20)).result(60).outputs[0].token_ids
+    executor = weakref.ref(first._executor)
+    assert first._graph_facts["num_graphs"] and executor() is not None
+    in_a_capture(monkeypatch, first.close)
+    with Engine.from_model(make_tiny("llama", device="cuda"), num_blocks=64, **SMALL) as second:
+        assert not first._thread.is_alive() and first not in engine_module._open_engines
+        assert executor() is None
+        assert second.stats()["num_graphs"]
+        assert second.submit([5, 6, 7], greedy(20)).result(60).outputs[0].token_ids == right
+
+
+def test_memory_that_runs_out_in_a_capture_is_an_error_that_leaves_room_for_a_smaller_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its frames held pages and graphs while it was handled, which is where the next engine is built."""
+    model = make_tiny("llama", device="cuda")
+    with Engine.from_model(model, num_blocks=64, **SMALL) as engine:
+        right = engine.submit([5, 6, 7], greedy(20)).result(60).outputs[0].token_ids
+    before = torch.cuda.memory_allocated()
+
+    def run_out() -> None:
+        torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+
+    with monkeypatch.context() as patched:
+        in_a_capture(patched, run_out)
+        try:
+            Engine.from_model(model, num_blocks=60_000, **SMALL)  # pages of 700 MiB
+        except ConfigError as error:
+            assert "num_blocks=60000" in str(error) and "out of memory" in str(error)
+            assert torch.cuda.memory_allocated() < before + (100 << 20) and gc.isenabled()
+            assert not torch.cuda.is_current_stream_capturing()
+            patched.undo()
+            with Engine.from_model(model, num_blocks=64, **SMALL) as engine:
+                assert engine.stats()["num_graphs"]
+                assert engine.submit([5, 6, 7], greedy(20)).result(60).outputs[0].token_ids == right
+        else:
+            pytest.fail("no memory ran out")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

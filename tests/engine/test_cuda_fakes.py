@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import threading
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +15,6 @@ import torch
 from cbatch import graphs, memory, streams
 from cbatch.buffers import Landing
 from cbatch.config import EngineConfig
-from cbatch.engine import Engine
 from cbatch.scheduler.kv_spec import group_layers
 from tests.counting import CountingModel
 
@@ -129,32 +126,6 @@ def test_what_a_container_keeps_of_files_counts_as_available(monkeypatch: pytest
     assert memory.available_memory_bytes() == 54 * gib
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert memory.available_memory_bytes() == 100 * gib
-
-
-def test_engines_on_one_device_are_built_one_after_the_other() -> None:
-    """CUDA lets nobody wait for a device on which a graph is captured: the one who did and the capture both failed."""
-    entered: list[int] = []
-    go = threading.Event()
-
-    def build(number: int, device: torch.device) -> None:
-        half: Any = SimpleNamespace(model=SimpleNamespace(device=device), startup_s={})
-        with Engine._building(half, "graphs"):
-            entered.append(number)
-            assert go.wait(10)
-
-    devices = [DEVICE, DEVICE, torch.device("cuda", 0)]
-    threads = [threading.Thread(target=build, args=item) for item in enumerate(devices)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 10
-    while len(entered) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
-    assert len(entered) == 2 and 2 in entered
-    go.set()
-    for thread in threads:
-        thread.join(10)
-    assert sorted(entered) == [0, 1, 2]
 
 
 def test_records_begin_at_16_bytes_for_any_number_of_slots() -> None:

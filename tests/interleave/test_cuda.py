@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.config import EngineConfig
+from cbatch.engine import Engine
 from cbatch.errors import UnsupportedModelError
 from cbatch.interleave import InterleavedGenerator
+from cbatch.interleave.decoding import Decoding
 from cbatch.interleave.lanes import CudaLanes
+from cbatch.models.transformers_model import TransformersModel
 from tests.interleave.conftest import Make, expected, prompts
 from tests.models.families import make_tiny
 
@@ -286,6 +292,36 @@ def test_graphs_equal_transformers(tiny: Make, family: str) -> None:
             right = expected(model, ids, mask, 20, **choice)
             assert made.generate(ids, mask, 20, **choice).tolist() == right.tolist(), choice
         assert made.num_wasted_steps <= 1
+
+
+def test_an_engine_closes_and_another_is_built_while_a_step_is_captured(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one gave memory back and the other waited for the device: torch refuses the first, and CUDA the second, which
+    ends the capture as well."""
+    model = tiny("llama", "cuda")
+    options = {"max_num_seqs": 4, "block_size": 16, "num_blocks": 64, "max_num_batched_tokens": 64}
+    first = Engine.from_model(make_tiny("llama", device="cuda"), **options)
+    built: list[Engine] = []
+    other = TransformersModel(make_tiny("llama", device="cuda"))
+    builder = threading.Thread(target=lambda: built.append(Engine(other, EngineConfig(**options))))
+    step = Decoding._step
+
+    def acting(self: Decoding) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            first.close()
+            builder.start()
+            time.sleep(0.3)
+        step(self)
+
+    monkeypatch.setattr(Decoding, "_step", acting)
+    ids, mask = prompts("cuda")
+    tokens = InterleavedGenerator(model, compile="cudagraphs").generate(ids, mask, 12)
+    builder.join()
+    assert tokens.tolist() == expected(model, ids, mask, 12).tolist()
+    assert not first._thread.is_alive() and "_executor" not in vars(first)
+    with built[0] as engine:
+        assert engine.stats()["num_graphs"]
 
 
 @pytest.mark.slow

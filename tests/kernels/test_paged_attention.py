@@ -436,6 +436,20 @@ def test_blocks_beyond_2_to_the_31_elements(paged_step, backend_on):
     assert torch.equal(step.run(backend), expected)
 
 
+@devices
+def test_heads_that_lie_2_to_the_31_elements_apart(paged_step, assert_near, backend_on, device):
+    """As transformers lays out a step of 262,144 tokens with 64 heads of 128: a head's offset went around in 32 bits.
+    The 6 GiB are address space on the CPU."""
+    options = {"num_heads": 6, "num_kv_heads": 6, "block_size": 16, "dtype": torch.float16, "device": device}
+    step = paged_step([(1, 40), (7, 20)], **options)
+    room, apart = torch.empty(6 * 2**29, dtype=torch.float16, device=device), 2**29
+    for i, name in enumerate(("q", "k", "v")):
+        heads = getattr(step, name)
+        strided = room.as_strided(heads.shape, (heads.shape[2], apart, 1), i << 20)
+        setattr(step, name, strided.copy_(heads))
+    assert_near(step.run(backend_on(device)), step.expected())
+
+
 @pytest.mark.gpu
 def test_a_decode_step_can_be_captured_and_replayed_with_longer_contexts(paged_step, assert_near, backend_on):
     """Grids come from host ints alone: a graph captured at one length is right at another that the device holds."""
