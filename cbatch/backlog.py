@@ -32,7 +32,7 @@ class Backlog:
         return len(self._waiting)
 
     def check(self, num_answers: int, request_id: str | None) -> None:
-        """Raises EngineOverloadedError if ``num_answers`` more would be too many."""
+        """Raises EngineOverloadedError where so many more may not wait."""
         if self._limit is not None and len(self._waiting) + num_answers > self._limit:
             more = f" and it has {num_answers} answers" if num_answers > 1 else ""
             raise EngineOverloadedError(
