@@ -227,4 +227,6 @@ def _takes_a_while(params: SamplingParams | None) -> bool:
     """Whether a request with these takes milliseconds to draft, for which the loop would stand still."""
     if not isinstance(params, SamplingParams):
         return False
-    return bool(params.structured_outputs or params.bad_words or params.allowed_token_ids) or params.n > _MANY_ANSWERS
+    if params.structured_outputs or params.bad_words or params.allowed_token_ids or params.n > _MANY_ANSWERS:
+        return True
+    return sum(map(len, params.stop or ())) > _LONG_TEXT  # some 1 µs a character

@@ -115,7 +115,7 @@ class SamplingParams:
         1,
         f"1 to {_MAX_N:,}; 1 at temperature 0",
         "Answers to one prompt, each sampled by itself: number i, counted from 0, draws what a request of its own with "
-        "`seed + i` would.",
+        "`seed + i` would. Behind the largest seed comes the smallest, and -1 is a seed like any other there.",
     )
     temperature: float = _field(
         1.0,
@@ -154,7 +154,7 @@ class SamplingParams:
     )
     min_tokens: int = _field(
         0,
-        "0 to `max_tokens`",
+        "0 to `max_tokens`, and to what `max_model_len` leaves behind the prompt",
         "Tokens that an answer has before an end of sequence, a stop token or a stop string can end it.",
     )
     ignore_eos: bool = _field(
@@ -170,7 +170,7 @@ class SamplingParams:
     )
     stop: Sequence[str] | str | None = _field(
         (),
-        "a text or a list of them, none empty; needs a tokenizer",
+        f"a text or a list of them, none empty, {check.MAX_STOP_CHARS:,} characters together; needs a tokenizer",
         "Texts that end an answer, looked for in the answer alone, across tokens. `text` ends where the one that came "
         "first begins, `token_ids` with the token that completed it. A stream holds back what may become one.",
     )
