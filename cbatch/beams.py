@@ -19,8 +19,8 @@ from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.buffers import Logprobs
 from cbatch.detokenizer import make_detokenizer
 from cbatch.errors import CBatchError
-from cbatch.outputs import CompletionOutput, RequestOutput
-from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
+from cbatch.outputs import CompletionOutput
+from cbatch.request import RequestHandle, Wakers, WholeHandle
 from cbatch.sampler import encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
@@ -49,11 +49,6 @@ class BeamHandle(WholeHandle):
         self.prompt = prompt
         self.search = search
         self._found: list[Hypothesis] | None = None
-
-    async def aresult(self) -> RequestOutput:
-        """``result`` for an event loop."""
-        await until_ready([self])
-        return self.result()
 
     def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> None:
         """The end, for the delivery thread; dropped if the request was aborted meanwhile."""

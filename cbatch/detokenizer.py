@@ -243,9 +243,9 @@ class TextUntilStop:
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """All stop strings at once (Aho and Corasick, 1975). A state is the longest beginning of one that the text ends with.
+    """All stop strings at once (Aho and Corasick, 1975): a state is the longest beginning of one that the text ends with.
 
-    What it is long is what must be held back, and no text and no number of strings makes a character slow.
+    So many characters must be held back. No text and no number of stop strings makes a character slow.
     """
 
     stops: tuple[str, ...]

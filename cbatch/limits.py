@@ -203,7 +203,9 @@ class Limits:
             )
         least = params.min_tokens if isinstance(params, SamplingParams) else 0
         if least > max_len - num_prompt_tokens:
-            why = f"max_model_len is {limit}" if max_len == limit else f"the pool has {self.num_usable_blocks} KV blocks"
+            why = f"max_model_len is {limit}"
+            if max_len < limit:
+                why = f"the pool has {self.num_usable_blocks} KV blocks"
             raise InvalidRequestError(
                 f"{named(request_id)}: min_tokens is {least}, but behind {num_prompt_tokens} prompt tokens is room for "
                 f"{max_len - num_prompt_tokens}: {why}"
