@@ -243,7 +243,7 @@ class TextUntilStop:
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """All stop strings at once (Aho and Corasick, 1975): a state is the longest beginning of one that the text ends with.
+    """All stop strings at once (Aho and Corasick, 1975); a state is the longest beginning that the text ends with.
 
     So many characters must be held back. No text and no number of stop strings makes a character slow.
     """
