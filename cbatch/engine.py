@@ -310,7 +310,7 @@ class Engine:
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
-        failed = self._held.accept(landed) if step.plan.flags & HELD else ()
+        failed = self._held.accept(landed, step.io.masks) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:
             logprobs = logprobs.of(landed.rows)  # the rows that count
         self._num_output_tokens += landed.tokens.size

@@ -214,8 +214,8 @@ class SamplingParams:
         "Each gets the token ids of the answer so far and the logits behind them, a float32 tensor `[vocab_size]` on "
         "the model's device that it may change, or the prompt's token ids before both, and returns the logits to go "
         "on with. They come before all other parameters, in the engine's own threads. One that raises, returns "
-        "something else, leaves no token that other parameters allow, or waits for a request of its own engine, ends "
-        "its request with an error. NaN, and nothing but -inf, give tokens that mean nothing.",
+        "something else, leaves no token or none that other parameters allow, or waits for a request of its own "
+        "engine, ends its request with an error. NaN gives tokens that mean nothing.",
     )
     prompt_logprobs: int | None = _field(
         None,
