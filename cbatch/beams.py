@@ -55,9 +55,15 @@ class BeamHandle(WholeHandle):
         with self._lock:
             if self.finished:
                 return
-            self._found = found
-            self.metrics.first_token_time = now
-            self._end(found[0].finish_reason if found else "stop", None, None, now, aborted=False)
+            if found:
+                self._found = found
+                self.metrics.first_token_time = now
+                self._end(found[0].finish_reason, None, None, now, aborted=False)
+            else:
+                error = CBatchError(
+                    f"request {self.request_id}: no beam goes on, since the model's logits are not finite"
+                )
+                self._end(None, None, error, now, aborted=False)
             self._wake(wakers)
 
     def _answers(self) -> list[CompletionOutput]:
