@@ -442,7 +442,7 @@ class Engine:
                     if request_id is None:  # somebody has chosen it meanwhile
                         continue
                     raise DuplicateRequestError(f"request {name}: a request with this id is still running")
-                self._backlog.check(draft.num_answers, name)
+                self._backlog.check(draft.num_answers, request_id)
                 sequences = [child.sequence for child in handle.children]
                 try:
                     self._live[name] = handle

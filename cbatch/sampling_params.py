@@ -269,7 +269,7 @@ class SamplingParams:
         Read as vLLM reads it: what it leaves out keeps our default. A plain ``do_sample=False`` means greedy.
 
         Raises:
-            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...).
+            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...), or nobody.
                 Pass a ``SamplingParams`` to say what you want instead.
         """
         config = generation_config
@@ -298,7 +298,12 @@ class SamplingParams:
         }
         if given("do_sample") is False:
             fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"the model's generation_config: {error}: pass SamplingParams to say how to sample"
+            ) from None
 
 
 # Two checks know a class of this file, and so stand here: `sampling_checks.py` knows none.
