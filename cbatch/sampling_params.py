@@ -269,8 +269,8 @@ class SamplingParams:
         Read as vLLM reads it: what it leaves out keeps our default. A plain ``do_sample=False`` means greedy.
 
         Raises:
-            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...), or contradicts
-                itself. Pass a ``SamplingParams`` to say what you want instead.
+            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...), or for what
+                contradicts itself. Pass a ``SamplingParams`` to say what you want instead.
         """
         config = generation_config
 
