@@ -18,7 +18,7 @@ from typing import Any
 from cbatch.errors import InvalidRequestError, described
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
-MAX_STOP_CHARS = 100_000  # of all stop strings together: 0.1 s to look at, and 30 MB
+MAX_STOP_CHARS = 100_000  # of all stop strings together: 0.2 s to make a search of, and 30 MB
 MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
 
 Check = Callable[[str, Any], Any]
