@@ -61,7 +61,7 @@ class HeldRow:
         self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
         self._stops = bit_mask(stop_ids) if stop_ids and params.min_tokens else None
         self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
-        self.mask_has_0 = False  # the last mask, token 0
+        self.mask_has_0 = False  # whether the last mask allows token 0
         self.has_failed = False  # what comes of it from then on counts no more
 
     def accept(self, token: int, first_logit: float) -> None:
@@ -73,8 +73,8 @@ class HeldRow:
             is_grammar = self.matcher is not None
             is_allowed = self.mask_has_0 if is_grammar else not self._is_forbidden(0)
             if first_logit == -math.inf or not is_allowed:
-                who = "the grammar allows" if is_grammar else "the other parameters allow"
-                raise ValueError(f"logits_processors left no token that {who} here")
+                others = "the grammar allows" if is_grammar else "the other parameters allow"
+                raise ValueError(f"logits_processors left no token that {others} here")
         self.token_ids.append(token)
         if self.matcher is None or self._has_ended:
             return
