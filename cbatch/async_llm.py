@@ -14,7 +14,7 @@ from cbatch.intake import Draft
 from cbatch.output_maker import OutputMaker
 from cbatch.outputs import RequestOutput
 from cbatch.prompts import PromptLike, check_conversation, encode_prompt, render_chat
-from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from cbatch.tokenizer import is_busy
 
 if TYPE_CHECKING:
@@ -210,15 +210,20 @@ class AsyncLLM:
         try:
             if drafting.is_aborted:
                 handle.abort()
+            if handle.params.output_kind is RequestOutputKind.FINAL_ONLY:
+                output = await handle.aresult()
+                output.prompt = text
+                yield output
+                return
             maker = OutputMaker(handle.request_id, text, token_ids, handle.params, self.engine.tokenizer)
-            output = of_prompt = None
-            while output is None or not output.finished:
+            of_prompt, finished = None, False
+            while not finished:
                 chunks = await handle.anext_chunks()
                 if of_prompt is None and handle.params.prompt_logprobs is not None:  # making them may take a while
                     of_prompt = await asyncio.to_thread(handle.readable_prompt_logprobs)
                 output = maker.add(chunks, handle.metrics, of_prompt)
-                if output is not None:
-                    yield output
+                finished = output.finished  # the consumer may change what it gets
+                yield output
         finally:
             handle.abort()  # nothing happens if it has ended
 
@@ -227,4 +232,6 @@ def _takes_a_while(params: SamplingParams | None) -> bool:
     """Whether a request with these takes milliseconds to draft, for which the loop would stand still."""
     if not isinstance(params, SamplingParams):
         return False
-    return bool(params.structured_outputs or params.bad_words or params.allowed_token_ids) or params.n > _MANY_ANSWERS
+    if params.structured_outputs or params.bad_words or params.allowed_token_ids or params.n > _MANY_ANSWERS:
+        return True
+    return sum(map(len, params.stop or ())) > _LONG_TEXT  # some 1.5 µs a character

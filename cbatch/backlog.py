@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from cbatch.errors import EngineOverloadedError, named
+from cbatch.errors import EngineOverloadedError, InvalidRequestError, named
 from cbatch.request import RequestHandle
 
 
@@ -32,7 +32,11 @@ class Backlog:
         return len(self._waiting)
 
     def check(self, num_answers: int, request_id: str | None) -> None:
-        """Raises EngineOverloadedError where so many more may not wait."""
+        """Raises EngineOverloadedError where so many more may not wait, InvalidRequestError where they never may."""
+        if self._limit is not None and num_answers > self._limit:
+            raise InvalidRequestError(
+                f"{named(request_id)}: n is {num_answers}, but max_queue_size is {self._limit}: so many can never wait"
+            )
         if self._limit is not None and len(self._waiting) + num_answers > self._limit:
             more = f" and it has {num_answers} answers" if num_answers > 1 else ""
             raise EngineOverloadedError(

@@ -19,8 +19,8 @@ from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.buffers import Logprobs
 from cbatch.detokenizer import make_detokenizer
 from cbatch.errors import CBatchError
-from cbatch.outputs import CompletionOutput, RequestOutput
-from cbatch.request import RequestHandle, Wakers, WholeHandle, until_ready
+from cbatch.outputs import CompletionOutput
+from cbatch.request import RequestHandle, Wakers, WholeHandle
 from cbatch.sampler import encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
@@ -50,19 +50,20 @@ class BeamHandle(WholeHandle):
         self.search = search
         self._found: list[Hypothesis] | None = None
 
-    async def aresult(self) -> RequestOutput:
-        """``result`` for an event loop."""
-        await until_ready([self])
-        return self.result()
-
     def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> None:
         """The end, for the delivery thread; dropped if the request was aborted meanwhile."""
         with self._lock:
             if self.finished:
                 return
-            self._found = found
-            self.metrics.first_token_time = now
-            self._end(found[0].finish_reason if found else "stop", None, None, now, aborted=False)
+            if found:
+                self._found = found
+                self.metrics.first_token_time = now
+                self._end(found[0].finish_reason, None, None, now, aborted=False)
+            else:
+                error = CBatchError(
+                    f"request {self.request_id}: no beam goes on, since the model's logits are not finite"
+                )
+                self._end(None, None, error, now, aborted=False)
             self._wake(wakers)
 
     def _answers(self) -> list[CompletionOutput]:

@@ -65,7 +65,8 @@ class Masks:
     """Of the rows with a grammar in a step: ``slots [max_num_seqs]``, and ``masks [max_num_seqs, words]``; int32.
 
     On both sides. A copy takes ``head(rows)``. What no step writes costs address space on the CPU, and a few MiB of
-    pinned memory otherwise.
+    pinned memory otherwise. ``first_logits [max_num_seqs]``, float32 and on the host, land: of each row with functions
+    of the user's, what they made of token 0.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -74,6 +75,7 @@ class Masks:
         self._host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pin)
         self._device = torch.empty(size, dtype=torch.int32, device=device)
         self.slots, self.masks = (part.numpy() for part in self._parts(self._host, max_num_seqs))
+        self.first_logits = torch.zeros(max_num_seqs, device="cpu", pin_memory=pin)
 
     def head(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """What is copied for ``num_rows`` rows, on the host and on the device."""

@@ -340,7 +340,7 @@ class Engine:
         if self._checks is not None:
             self._checks.landed(step.io, tokens)
         landed = self.scheduler.land(step.plan, tokens)
-        failed = self._held.accept(landed) if step.plan.flags & HELD else ()
+        failed = self._held.accept(landed, step.io.masks) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:
             logprobs = logprobs.of(landed.rows)
         self._num_output_tokens += landed.tokens.size
@@ -466,7 +466,7 @@ class Engine:
                     if request_id is None:  # another request has chosen it meanwhile
                         continue
                     raise DuplicateRequestError(f"request {name}: a request with this id is still running")
-                self._backlog.check(draft.num_answers, name)
+                self._backlog.check(draft.num_answers, request_id)
                 sequences = [child.sequence for child in handle.children]
                 try:
                     self._live[name] = handle

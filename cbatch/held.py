@@ -10,6 +10,7 @@ preemption, a stop that is seen late and any depth change nothing of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,23 +61,26 @@ class HeldRow:
         self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
         self._stops = bit_mask(stop_ids) if stop_ids and params.min_tokens else None
         self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
+        self.mask_has_0 = False  # whether the last mask allows token 0
         self.has_failed = False  # what comes of it from then on counts no more
 
-    def accept(self, token: int) -> None:
-        """One more token. Raises ValueError if it may not stand here.
+    def accept(self, token: int, first_logit: float) -> None:
+        """One more token, and what the functions made of token 0's logit. Raises ValueError if it may not stand here.
 
-        It is one that may, wherever there is one: of logits that are all -inf, the device makes a token nevertheless.
+        Of logits that are all -inf the device makes token 0; any other is one that may.
         """
-        if self.matcher is None and self._is_forbidden(token):
-            raise ValueError("logits_processors left no token that the other parameters allow here")
+        if token == 0 and self.processors:
+            is_grammar = self.matcher is not None
+            is_allowed = self.mask_has_0 if is_grammar else not self._is_forbidden(0)
+            if first_logit == -math.inf or not is_allowed:
+                others = "the grammar allows" if is_grammar else "the other parameters allow"
+                raise ValueError(f"logits_processors left no token that {others} here")
         self.token_ids.append(token)
         if self.matcher is None or self._has_ended:
             return
         if token in self._eos_token_ids:
             self._has_ended = True
         elif not self.matcher.consume_token(token):
-            if self.processors:
-                raise ValueError("logits_processors left no token that the grammar allows here")
             why = self.matcher.get_error().splitlines()[0]
             raise ValueError(f"structured_outputs: token {token} is not in the grammar here: {why}")
 
@@ -136,16 +140,18 @@ class Held:
         self._num_words = -(-vocab_size // 32)
         self._failed: list[tuple[RequestHandle, CBatchError]] = []
 
-    def accept(self, landed: Landed) -> list[tuple[RequestHandle, CBatchError]]:
+    def accept(self, landed: Landed, area: Masks) -> list[tuple[RequestHandle, CBatchError]]:
         """The tokens of a step some row of which is held. Returns the requests that have failed in it, and why.
 
         They are to hear of it behind the tokens of the steps before: a stop string may be found in these, which was
         the end.
         """
-        for sequence, token in zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
+        rows = range(landed.tokens.size) if landed.rows is None else landed.rows.tolist()
+        first_logits = area.first_logits.numpy()
+        for row, sequence, token in zip(rows, landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
             if sequence.flags & HELD and _goes_on(sequence.payload):
                 try:
-                    sequence.payload.held.accept(token)
+                    sequence.payload.held.accept(token, float(first_logits[row]))
                 except ValueError as error:
                     self._fail(sequence.payload, str(error))
         failed, self._failed = self._failed, []
@@ -166,7 +172,7 @@ class Held:
             if handle.held.matcher is not None:
                 rows.append((handle, slot))
             if handle.held.processors:
-                edits.append((row, partial(self._process, handle)))
+                edits.append((row, partial(self._process, handle, area.first_logits[row])))
         return (self._write_masks(rows, area) if rows else 0), edits
 
     def _write_masks(self, rows: list[tuple[RequestHandle, int]], area: Masks) -> int:
@@ -184,6 +190,7 @@ class Held:
                     self._grammars.fill_in_time(handle.held.matcher, masks[i])
                 self._grammars.spell_out(handle.held.matcher, masks[i])
                 handle.held.narrow(mask)
+                handle.held.mask_has_0 = _has(mask, 0)
             except ValueError as error:
                 self._fail(handle, f"structured_outputs: {error}")
                 continue
@@ -193,8 +200,11 @@ class Held:
             count += 1
         return count
 
-    def _process(self, handle: RequestHandle, row: Tensor) -> None:
-        """Put a row of logits through the request's functions; what goes wrong there ends this request alone."""
+    def _process(self, handle: RequestHandle, first_logit: Tensor, row: Tensor) -> None:
+        """Put a row of logits through the request's functions; what goes wrong there ends this request alone.
+
+        ``first_logit`` is where the first of what they made of it lands with the step.
+        """
         held: HeldRow = handle.held
         # To be changed as they please: ``row`` is whole until they are done.
         logits: Any = row.to(torch.float32, copy=True)
@@ -204,6 +214,7 @@ class Held:
                 arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
                 logits = _checked(processor(*arguments, logits), row)
             row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
+            first_logit.copy_(row[0].float(), non_blocking=True)
         except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
             self._fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
         finally:

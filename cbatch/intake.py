@@ -158,10 +158,8 @@ class Intake:
         if seed is None:
             with self._lock:
                 seed = int(self._seeds.integers(2**64, dtype=np.uint64))
-        encoded = [
-            encode(params, seed + i, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
-            for i in range(params.n)
-        ]
+        first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
+        encoded = [first.with_seed(seed + i) for i in range(params.n)]
         matchers = [self._matcher(params, request_id) for _ in encoded]
         prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]

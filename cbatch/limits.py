@@ -201,6 +201,15 @@ class Limits:
                 f"{named(request_id)}: {num_prompt_tokens} prompt tokens and up to {max_len - num_prompt_tokens} new "
                 f"ones need {self.blocks_for(max_len - 1)} KV blocks, but the pool has {self.num_usable_blocks}"
             )
+        least = params.min_tokens if isinstance(params, SamplingParams) else 0
+        if least > max_len - num_prompt_tokens:
+            why = f"max_model_len is {limit}"
+            if max_len < limit:
+                why = f"the pool has {self.num_usable_blocks} KV blocks"
+            raise InvalidRequestError(
+                f"{named(request_id)}: min_tokens is {least}, but behind {num_prompt_tokens} prompt tokens is room for "
+                f"{max_len - num_prompt_tokens}: {why}"
+            )
         return max_len
 
     def priority(self, priority: int, request_id: str | None) -> int:

@@ -1,9 +1,8 @@
 """What came of a request, made into the outputs that its consumer gets, in the consumer's thread.
 
 Owns, for one request, each answer so far (text, tokens, log-probabilities, how it ended), and what of it an output of
-the kind that was asked for holds: everything, what is new, or the end alone. Log-probabilities as a step hands them out
-become those of ``cbatch.outputs`` here, with the texts of their tokens. Takes chunks; knows nothing of handles, threads
-or engines.
+the kind that was asked for holds: everything, or what is new. Log-probabilities as a step hands them out become those
+of ``cbatch.outputs`` here, with the texts of their tokens. Takes chunks; knows nothing of handles, threads or engines.
 """
 
 from __future__ import annotations
@@ -81,15 +80,11 @@ class OutputMaker:
         chunks: Iterable[tuple[int, Chunk]],
         metrics: RequestMetrics,
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
-    ) -> RequestOutput | None:
-        """The output after these chunks, each of the answer with this index; None where it is the last one that was
-        asked for, and this is not it.
-        """
+    ) -> RequestOutput:
+        """The output after these chunks, each of the answer with this index."""
         new = [self._new(index, chunk) for index, chunk in chunks]
         finished = all(answer.finished for answer in self._answers)
         if self._kind is not RequestOutputKind.DELTA:
-            if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
-                return None
             new = [_copy(answer) for answer in self._answers]
         elif self._prompt_logprobs_shown:
             prompt_logprobs = None

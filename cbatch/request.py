@@ -74,6 +74,7 @@ class RequestHandle:
         self._readers: list[threading.Lock] = []
         self._result_waiters: list[threading.Lock] = []
         self._async_waiters: list[Waiter] = []
+        self._async_result_waiters: list[Waiter] = []
 
     # ---- the consumer's side
 
@@ -140,6 +141,18 @@ class RequestHandle:
         return RequestOutput(
             self.request_id, None, list(self.prompt_token_ids), answers, True, self.metrics, prompt_logprobs
         )
+
+    async def aresult(self) -> RequestOutput:
+        """``result`` for an event loop, which is woken for the end of each answer and for no token.
+
+        It is made in another thread: log-probabilities of a long answer take some 0.1 s.
+        """
+        for child in self.children:
+            await child._until_end()
+        return await asyncio.to_thread(self.result)
+
+    async def _until_end(self) -> None:
+        await _until(lambda: self.finished, [(self, self._async_result_waiters)])
 
     def readable_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """As ``RequestOutput`` has them; None while some are not there, or if none are wanted."""
@@ -328,7 +341,10 @@ class RequestHandle:
             self._result_waiters.clear()
         if self._async_waiters:
             wakers.add(self._async_waiters)
-            self._async_waiters = []
+            self._async_waiters.clear()
+        if self._async_result_waiters and self.finished:
+            wakers.add(self._async_result_waiters)
+            self._async_result_waiters.clear()
 
 
 class WholeHandle(RequestHandle):
@@ -416,21 +432,27 @@ class ParallelHandle(WholeHandle):
 
 async def until_ready(handles: list[RequestHandle]) -> None:
     """Suspend the task until one of them has something to take."""
-    while not any(handle._ready() for handle in handles):
+    places = [(handle, handle._async_waiters) for handle in handles]
+    await _until(lambda: any(handle._ready() for handle in handles), places)
+
+
+async def _until(is_so: Callable[[], bool], places: list[tuple[RequestHandle, list[Waiter]]]) -> None:
+    """Suspend the task until it is so, and look when one of these handles wakes who waits in this list of its."""
+    while not is_so():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        entries = [(loop, waiter, handle) for handle in handles]
+        entries = [(loop, waiter, handle) for handle, _ in places]
         try:
-            for entry, handle in zip(entries, handles, strict=True):
+            for entry, (handle, waiters) in zip(entries, places, strict=True):
                 with handle._lock:
-                    handle._async_waiters.append(entry)
-            if not any(handle._ready() for handle in handles):  # what comes from here on wakes the waiter
+                    waiters.append(entry)
+            if not is_so():  # what comes from here on wakes the waiter
                 await waiter
         finally:
-            for entry, handle in zip(entries, handles, strict=True):
+            for entry, (handle, waiters) in zip(entries, places, strict=True):
                 with handle._lock:
-                    if entry in handle._async_waiters:
-                        handle._async_waiters.remove(entry)
+                    if entry in waiters:
+                        waiters.remove(entry)
 
 
 class Wakers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,6 +49,12 @@ class Encoded:
     flags: int
     upload: SlotUpload | None
 
+    def with_seed(self, seed: int) -> Encoded:
+        """The same for another answer to the prompt: what is uploaded may take milliseconds to make, and is shared."""
+        words = self.words.copy()
+        words[layout.SEED : layout.SEED + 2] = _seed_words(seed)
+        return replace(self, words=words)
+
 
 def encode(
     params: SamplingParams,
@@ -67,7 +73,7 @@ def encode(
         margin = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
         floats[layout.TEMPERATURE], floats[layout.TOP_P] = temperature, max(params.top_p, MIN_TOP_P)
         words[layout.TOP_K] = min(params.top_k, 2**31 - 1)
-        words[layout.SEED : layout.SEED + 2] = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
+        words[layout.SEED : layout.SEED + 2] = _seed_words(seed)
         floats[layout.MIN_P_MARGIN] = margin
         flags = RANDOM | (FILTERED if params.top_k or params.top_p < 1 or params.min_p > 0 else 0)
     if params.logprobs is not None:
@@ -112,6 +118,11 @@ def encode(
             row[-len(word) :] = word
     lists[max(ends) :] = mask
     return Encoded(words, flags | PROCESSED, SlotUpload(lists, counted))
+
+
+def _seed_words(seed: int) -> NDArray[np.int32]:
+    """Its 64 bits, the low ones first. A larger one wraps around."""
+    return np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
 
 
 def bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:

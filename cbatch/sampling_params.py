@@ -115,7 +115,7 @@ class SamplingParams:
         1,
         f"1 to {_MAX_N:,}; 1 at temperature 0",
         "Answers to one prompt, each sampled by itself: number i, counted from 0, draws what a request of its own with "
-        "`seed + i` would.",
+        "`seed + i` would. Behind the largest seed comes the smallest, and -1 is a seed like any other there.",
     )
     temperature: float = _field(
         1.0,
@@ -154,7 +154,7 @@ class SamplingParams:
     )
     min_tokens: int = _field(
         0,
-        "0 to `max_tokens`",
+        "0 to `max_tokens`, and to what `max_model_len` leaves behind the prompt",
         "Tokens that an answer has before an end of sequence, a stop token or a stop string can end it.",
     )
     ignore_eos: bool = _field(
@@ -170,7 +170,7 @@ class SamplingParams:
     )
     stop: Sequence[str] | str | None = _field(
         (),
-        "a text or a list of them, none empty; needs a tokenizer",
+        f"a text or a list of them, none empty, {check.MAX_STOP_CHARS:,} characters together; needs a tokenizer",
         "Texts that end an answer, looked for in the answer alone, across tokens. `text` ends where the one that came "
         "first begins, `token_ids` with the token that completed it. A stream holds back what may become one.",
     )
@@ -214,8 +214,8 @@ class SamplingParams:
         "Each gets the token ids of the answer so far and the logits behind them, a float32 tensor `[vocab_size]` on "
         "the model's device that it may change, or the prompt's token ids before both, and returns the logits to go "
         "on with. They come before all other parameters, in the engine's own threads. One that raises, returns "
-        "something else, leaves no token that other parameters allow, or waits for a request of its own engine, ends "
-        "its request with an error. NaN, and nothing but -inf, give tokens that mean nothing.",
+        "something else, leaves no token or none that other parameters allow, or waits for a request of its own "
+        "engine, ends its request with an error. NaN gives tokens that mean nothing.",
     )
     prompt_logprobs: int | None = _field(
         None,
@@ -269,8 +269,8 @@ class SamplingParams:
         Read as vLLM reads it: what it leaves out keeps our default. A plain ``do_sample=False`` means greedy.
 
         Raises:
-            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...).
-                Pass a ``SamplingParams`` to say what you want instead.
+            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...), or for what
+                contradicts itself. Pass a ``SamplingParams`` to say what you want instead.
         """
         config = generation_config
 
@@ -298,7 +298,12 @@ class SamplingParams:
         }
         if given("do_sample") is False:
             fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"the model's generation_config: {error}: pass SamplingParams to say how to sample"
+            ) from None
 
 
 # Two checks know a class of this file, and so stand here: `sampling_checks.py` knows none.

@@ -17,6 +17,7 @@ from cbatch import (
     InvalidRequestError,
     RequestOutputKind,
     SamplingParams,
+    request,
 )
 from cbatch import async_llm as module
 from tests.api.tiny import CHAT_TEMPLATE, byte_level
@@ -78,6 +79,47 @@ async def test_final_only_gives_one_output():
         assert output.finished
         assert output.outputs[0].token_ids == counted(7, 50, VOCAB)
         assert output.outputs[0].text == TOKENIZER.decode(counted(7, 50, VOCAB))
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "temperature": 1.0, "seed": 1}, {"logprobs": 2, "prompt_logprobs": 1}])
+async def test_final_only_wakes_the_loop_for_the_end_alone(more, monkeypatch):
+    """The loop was woken for each token and took it, although nothing was to be seen before the last one."""
+    wakes = []
+    resolve = request._resolve
+    monkeypatch.setattr(request, "_resolve", lambda waiters: (wakes.append(waiters), resolve(waiters)))
+    async with make() as llm:
+        fields = {"temperature": 0.0, "max_tokens": 100, **more}
+        stream = await collect(llm.generate([7], SamplingParams(**fields)))
+        wakes.clear()
+        final = SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
+        (output,) = await collect(llm.generate({"prompt_token_ids": [7]}, final))
+        assert 1 <= len(wakes) <= final.n
+        assert (output.finished, output.prompt, output.prompt_token_ids) == (True, None, [7])
+        assert output.prompt_logprobs == stream[-1].prompt_logprobs
+        for one, other in zip(output.outputs, stream[-1].outputs, strict=True):
+            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob)
+            assert replace(one, cumulative_logprob=None) == replace(other, cumulative_logprob=None)
+
+
+async def test_final_only_ends_by_abort_by_leaving_and_with_the_engine():
+    model = CountingModel(VOCAB, max_model_len=512)
+    final = replace(LONG, output_kind=RequestOutputKind.FINAL_ONLY)
+    llm = make(model)
+    model.gate.clear()
+    tasks = [asyncio.create_task(collect(llm.generate([7], final, name))) for name in "abc"]
+    await asyncio.sleep(0.05)
+    await llm.abort("a")
+    (output,) = await tasks[0]
+    assert (output.outputs[0].finish_reason, output.finished) == ("abort", True)
+    tasks[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    assert "b" not in llm.engine._live
+    closing = asyncio.create_task(asyncio.to_thread(llm.close))
+    model.gate.set()
+    with pytest.raises(EngineClosedError):
+        await tasks[2]
+    await closing
 
 
 async def test_leaving_the_loop_aborts_the_request():

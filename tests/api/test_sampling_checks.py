@@ -54,6 +54,7 @@ from cbatch.sampling_params import BeamSearchParams, SamplingParams, StructuredO
         ("stop", [1]),
         ("stop", b"a"),
         ("stop", {"a"}),
+        ("stop", ["a" * 100_000, "b"]),
         ("stop", 7),
         ("include_stop_str_in_output", 1),
         *[(name, value) for name in ("n", "logprobs", "min_tokens") for value in (-1, 1.0, True, "1", math.nan)],

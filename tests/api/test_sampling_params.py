@@ -120,6 +120,14 @@ def test_generation_config_that_asks_for_more_than_we_can_is_refused(asks):
         SamplingParams.from_generation_config(GenerationConfig(**asks))
 
 
+def test_generation_config_that_contradicts_itself_is_named():
+    """A request without parameters was refused for a `min_tokens` that its caller had never heard of."""
+    with pytest.raises(
+        InvalidRequestError, match=r"the model's generation_config: min_tokens=20 .*max_tokens=16: pass"
+    ):
+        SamplingParams.from_generation_config(GenerationConfig(min_new_tokens=20))
+
+
 def test_table_in_the_docs_is_that_of_the_dataclass():
     """Else: python -m cbatch.sampling_params > docs/sampling-parameters.md"""
     page = Path(__file__).parents[2] / "docs" / "sampling-parameters.md"

@@ -417,6 +417,20 @@ def test_long_stop_string_costs_no_more():
     assert time.perf_counter() - begin < 5
 
 
+def test_many_stop_strings_cost_no_more():
+    """The thread that delivers all tokens looked at each of a request's: 1,000 that begin alike took 0.2 ms a token."""
+
+    def seconds(stop):
+        until = TextUntilStop(TOKENIZER, [], greedy(stop))
+        begin = time.perf_counter()
+        for token in letters("a" * 500):
+            until.push([token])
+        return time.perf_counter() - begin
+
+    one, many = (min(seconds(stop) for _ in range(5)) for stop in (["ab0"], [f"ab{i}" for i in range(10_000)]))
+    assert many < 5 * one
+
+
 @pytest.mark.parametrize(
     ("min_tokens", "text", "count"), [(0, "", 2), (1, "", 2), (2, "abc", 5), (4, "abc", 5), (5, "abcabca", 9)]
 )

@@ -86,6 +86,15 @@ def test_all_answers_of_a_request_wait_or_none(counting_engine: Start) -> None:
     engine.model.gate.set()  # type: ignore[attr-defined]
 
 
+def test_more_answers_than_may_ever_wait_are_no_overload(counting_engine: Start) -> None:
+    """They were refused with the error that says to come again later, by an engine with nothing to do."""
+    engine = counting_engine(max_queue_size=3)
+    with pytest.raises(InvalidRequestError, match="request x: n is 4, but max_queue_size is 3: so many can never wait"):
+        engine.submit([1], SamplingParams(n=4, max_tokens=2), "x")
+    assert len(engine.submit([1], SamplingParams(n=3, max_tokens=2), "x").result(30).outputs) == 3
+    assert_empty(engine)
+
+
 def test_threads_that_submit_together_never_pass_the_limit(counting_engine: Start) -> None:
     model = held()
     engine = counting_engine(model, max_num_seqs=1, max_queue_size=50)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from cbatch.async_llm import AsyncLLM
 from cbatch.beam_search import BeamSearch
@@ -267,6 +267,22 @@ def test_vocabulary_as_small_as_the_beams() -> None:
     with Engine(CountingModel(vocab_size=3), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
         output = engine.submit_beam_search([1], BeamSearchParams(3, 4)).result(30)
         assert output.outputs[0].token_ids == [2, 0, 1, 2] and len(output.outputs) == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_logits_that_are_no_numbers_are_an_error(value: float) -> None:
+    """The result had no answer in it, and whoever took the first one met an IndexError."""
+
+    class Broken(CountingModel):
+        def forward(self, *step: Any) -> Tensor:
+            return super().forward(*step).fill_(value)
+
+    with Engine(Broken(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
+        search = engine.submit_beam_search([1], BeamSearchParams(2, 5), "x")
+        with pytest.raises(CBatchError, match="request x: no beam goes on, since the model's logits are not finite"):
+            search.result(60)
+        assert search.finish_reason == "error"
+        settle(engine)
 
 
 def test_handle_has_a_result_and_no_tokens(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from cbatch.errors import InvalidRequestError, short
 from cbatch.limits import Limits
+from cbatch.sampling_params import SamplingParams
 
 LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, longest_len=64, blocks_for=lambda n: -(-n // 4))
 
@@ -69,3 +70,17 @@ def test_priority_and_timeout_may_be_of_numpy_and_of_any_size():
     for wrong in (-(10**5000), float("nan"), np.float32("nan"), np.array(3), True, "1"):
         with pytest.raises(InvalidRequestError, match=r"timeout_s is .*, but must be a positive number"):
             limits.timeout(wrong, None)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 64, 2**40])
+def test_min_tokens_must_have_room_behind_the_prompt(max_tokens):
+    """The answer ended where the room did, with fewer than were asked for, and nothing said so."""
+    assert LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=50), None) == 64
+    with pytest.raises(
+        InvalidRequestError,
+        match="request x: min_tokens is 51, but behind 14 prompt tokens is room for 50: max_model_len is 64",
+    ):
+        LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=51), "x")
+    small = dataclasses.replace(LIMITS, num_usable_blocks=8, longest_len=33)
+    with pytest.raises(InvalidRequestError, match="is room for 19: the pool has 8 KV blocks"):
+        small.max_len(14, SamplingParams(max_tokens=None, min_tokens=20), "x")

@@ -248,19 +248,27 @@ def nothing(token_ids: list[int], logits: Tensor) -> Tensor:
         ({"bad_words": ["0"]}, {}),
         ({"bad_words": ["0 0"]}, {}),
         ({"min_tokens": 3}, {"eos": (0,)}),
+        ({"allowed_token_ids": [0, 40]}, {}),
+        ({"logprobs": 2}, {}),
+        ({}, {"eos": (0,)}),
+        ({"temperature": 1.0, "n": 2}, {}),
     ],
 )
 def test_one_that_leaves_nothing_to_other_parameters_ends_its_own_request_alone(
     options: dict[str, Any], more: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """Of logits that are all -inf the device makes token 0. It was handed out where it was forbidden."""
+    """Of logits that are all -inf the device makes token 0. It was handed out where it was forbidden, and then still
+    where the functions alone forbade it: `!!!!` in many vocabularies, or an end of sequence."""
     config = EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33, **options)
     with Engine(CountingModel(**model), config, Numbers()) as engine:
         neighbour = engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30))
+        fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "logits_processors": [nothing]}
         with pytest.raises(CBatchError, match="left no token that the other parameters allow here"):
-            tokens(engine.submit([1], greedy(nothing, **more)))
+            tokens(engine.submit([1], SamplingParams(**{**fields, **more})))
         assert tokens(neighbour) == counted(41, 30)
         assert tokens(engine.submit([1], greedy(skip_three, allowed_token_ids=[2, 5, 8], max_tokens=3))) == [2, 5, 8]
+        assert tokens(engine.submit([98], greedy(skip_three, max_tokens=3, ignore_eos=True))) == [99, 2, 5]
+        assert tokens(engine.submit([97], greedy(add_up, skip_three, max_tokens=3, allowed_token_ids=[0, 97])))[1] == 0
     engine.scheduler.check()
 
 

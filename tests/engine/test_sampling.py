@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -341,10 +342,22 @@ def test_children_draw_what_requests_with_their_seeds_would(model: nn.Module) ->
             assert (answer.index, answer.token_ids) == (i, alone.outputs[0].token_ids)
             check_logprobs(model, PROMPTS[0], several, answer)
         assert len({tuple(answer.token_ids) for answer in whole.outputs}) == 4
-        edge = SamplingParams(n=2, seed=2**63 - 1, max_tokens=2)
-        assert len(engine.submit(PROMPTS[0], edge).result(60).outputs) == 2
         unseeded = engine.submit(PROMPTS[0], SamplingParams(n=3, max_tokens=12, ignore_eos=True)).result(60)
         assert len({tuple(answer.token_ids) for answer in unseeded.outputs}) == 3
+
+
+@pytest.mark.parametrize("seed", [-3, -(2**63), 2**63 - 2])
+def test_seeds_of_children_pass_through_minus_one_and_over_the_end(model: nn.Module, seed: int) -> None:
+    """-1 alone means any seed; as that of a child it is one like the others. Behind the largest comes the smallest."""
+    several = SamplingParams(n=4, seed=seed, max_tokens=12, ignore_eos=True)
+    with start(model, **ASYNC) as engine, start(model, **SYNC) as sync:
+        answers = [answer.token_ids for answer in engine.submit(PROMPTS[0], several).result(60).outputs]
+        again = [answer.token_ids for answer in sync.submit(PROMPTS[0], several).result(60).outputs]
+        assert again == answers and len(set(map(tuple, answers))) == 4
+        for i, answer in enumerate(answers):
+            own = (seed + i + 2**63) % 2**64 - 2**63
+            if own != -1:
+                assert tokens(sync.submit(PROMPTS[0], replace(several, n=1, seed=own))) == answer
 
 
 def test_generation_config_gives_the_defaults_where_no_parameters_are_given(device: str) -> None:

@@ -7,7 +7,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,7 +27,7 @@ from cbatch.llm import LLM
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.api.tiny import byte_level, sentencepiece_like
-from tests.counting import CountingModel
+from tests.counting import CountingModel, counted
 
 llguidance = pytest.importorskip("llguidance", reason="the extra grammar is not installed")
 
@@ -493,6 +493,43 @@ def test_parameters_that_leave_no_token_end_their_request_alone(
         assert engine.is_healthy
     with start(model, tokenizer, schedule="sync") as engine:
         assert found == [tokens(engine.submit([9, 8], handle.params)) for handle in neighbours]
+
+
+@everywhere
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0}, {"min_tokens": 3}, {"logprobs": 1}])
+@pytest.mark.parametrize("eos", [0, 1])
+def test_function_that_leaves_what_the_grammar_forbids_ends_its_request_alone(
+    tokenizer: PreTrainedTokenizerFast, options: dict[str, Any], more: dict[str, Any], eos: int, device: str
+) -> None:
+    """Nothing is left then, of which the device makes token 0. Where that is the end of sequence, the answer ended with
+    it and said "stop", although the grammar allows no end there."""
+    letters = StructuredOutputsParams(regex="[a-f]{2,}")
+    a, z = tokenizer.convert_tokens_to_ids(["a", "z"])
+
+    def only(token: int, count: int) -> Callable[[list[int], Tensor], Tensor]:
+        def processor(token_ids: list[int], logits: Tensor) -> Tensor:
+            if len(token_ids) >= count:
+                kept = logits[token].clone()
+                logits.fill_(-torch.inf)[token] = kept
+            return logits
+
+        return processor
+
+    model = CountingModel(VOCAB_SIZE, eos=(eos,), device=device)
+    with start(model, tokenizer, model_impl="auto", **options) as engine:
+        neighbours = [
+            engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)),
+            engine.submit([9, a - 1], SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=letters)),
+        ]
+        fields: dict[str, Any] = {"temperature": 0.0, "structured_outputs": letters, **more}
+        for count in range(3):
+            bad = engine.submit([5], SamplingParams(**fields, logits_processors=[only(z, count)]))
+            with pytest.raises(CBatchError, match="logits_processors left no token that the grammar allows here"):
+                bad.result(60)
+        good = SamplingParams(**fields, max_tokens=4, logits_processors=[only(a, 0)])
+        assert tokens(engine.submit([5], good)) == [a] * 4
+        assert [tokens(handle) for handle in neighbours] == [counted(41, 30, VOCAB_SIZE), counted(a - 1, 6)]
+    engine.scheduler.check()
 
 
 @pytest.mark.parametrize(
