@@ -51,9 +51,9 @@ class Encoded:
 
     def with_seed(self, seed: int) -> Encoded:
         """The same for another answer to the prompt: what is uploaded may take milliseconds to make, and is shared."""
-        words = self.words.copy()
-        words[layout.SEED : layout.SEED + 2] = _seed_words(seed)
-        return replace(self, words=words)
+        param_values = self.param_values.copy()
+        param_values[layout.SEED : layout.SEED + 2] = _seed_words(seed)
+        return replace(self, param_values=param_values)
 
 
 def encode(
