@@ -126,6 +126,14 @@ def check_conversation(messages: Any) -> None:
         whole = isinstance(message, Mapping) and "role" in message and ("content" in message or "tool_calls" in message)
         if not whole:
             raise InvalidRequestError(f"message {number} is {short(message)}: it must be a dict of role and content")
+        if not isinstance(message["role"], str):
+            raise InvalidRequestError(f"message {number} has the role {short(message['role'])}: it must be a string")
+        content = message.get("content")  # a template would write out as Python what is neither: 5, or None
+        if not (isinstance(content, (str, list, tuple)) or (content is None and "tool_calls" in message)):
+            raise InvalidRequestError(
+                f"message {number} has {short(content)} for content: it must be text or a list of parts, or None "
+                "beside tool_calls"
+            )
 
 
 def render_chat(
@@ -157,6 +165,12 @@ def render_chat(
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("the tokenizer has no chat template: pass chat_template, or use generate")
     check_conversation(messages)
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise InvalidRequestError(f"{name} is {short(flag)}, but must be True or False")
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError("continue_final_message=True needs add_generation_prompt=False: no new turn begins")
     for name, value, kind in (("tools", tools, Sequence), ("chat_template_kwargs", chat_template_kwargs, Mapping)):

@@ -93,6 +93,11 @@ def test_chat_is_rendered_by_the_template():
         ([{"role": "user"}], "message 0"),
         (["hello"], "message 0"),
         ([{"role": "bad", "content": ""}], "no bad ones"),
+        ([{"role": "user", "content": "a"}, {"role": 5, "content": "a"}], "message 1 has the role 5"),
+        # which the template would write out as "None" and "5"
+        ([{"role": "user", "content": None}], "message 0 has None for content"),
+        ([{"role": "user", "content": 5}], "message 0 has 5 for content"),
+        ([{"role": "user", "content": {"text": "a"}}], "for content: it must be text"),
     ],
 )
 def test_conversations_of_another_shape_are_refused(messages, says):

@@ -546,7 +546,9 @@ def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTo
     with start(model, tokenizer) as engine:
         for grammar in (deep, "start: start"):
             params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
-            with pytest.raises(InvalidRequestError, match="too deeply nested|there is no text that it allows") as error:
+            with pytest.raises(
+                InvalidRequestError, match=r"too deeply nested|there is no text that it allows"
+            ) as error:
                 engine.submit([5], params)
             assert len(str(error.value)) < 1000
 
