@@ -76,10 +76,12 @@ class AsyncLLM:
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)
-        tokenizer = self.engine.tokenizer
+        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
         length = len(taken.text or "")
         options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
-        return self._stream(lambda: (taken.text, taken.encode(tokenizer)), length, sampling_params, request_id, options)
+        return self._stream(
+            lambda: (taken.text, taken.encode(tokenizer, limit)), length, sampling_params, request_id, options
+        )
 
     def chat(
         self,
@@ -103,7 +105,7 @@ class AsyncLLM:
         What is no conversation is refused at once, one that the template refuses by the first step of the iteration.
         """
         check_conversation(messages)
-        tokenizer = self.engine.tokenizer
+        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
 
         def write() -> tuple[str, list[int]]:
             text = render_chat(
@@ -115,7 +117,7 @@ class AsyncLLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
 
         length = sum(len(str(message)) for message in messages)
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
@@ -133,7 +135,7 @@ class AsyncLLM:
         """Searches for the most likely answers; see ``LLM.beam_search``. Cancelling the task aborts it."""
         taken = PromptLike(prompt)
         with self._draft_of(request_id) as drafting:
-            token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer)
+            token_ids = await asyncio.to_thread(taken.encode, self.engine.tokenizer, self.engine.config.max_model_len)
         options = {"priority": priority, "cache_salt": taken.cache_salt, "timeout_s": timeout_s}
         handle = self.engine.submit_beam_search(token_ids, params, request_id, **options)
         try:

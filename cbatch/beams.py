@@ -29,6 +29,7 @@ from cbatch.scheduler.sequence import Sequence, Status
 
 # The sampled token is ignored: the search chooses by the log-probabilities that land with it.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+_PATIENCE = 8  # steps without a beam, until those that have landed make room for those that wait
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
@@ -99,6 +100,7 @@ class Beams:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._groups: dict[BeamHandle, _Group] = {}
+        self._num_steps_without = 0
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -122,6 +124,7 @@ class Beams:
         if others.all():
             return landed, logprobs, []
         assert logprobs is not None
+        self._num_steps_without = 0
         for row, owner in enumerate(owners):
             if owner is not None:
                 owner.take(landed.sequences[row], logprobs.ids[row, 1:], logprobs.values[row, 1:])
@@ -132,6 +135,17 @@ class Beams:
                 self.abort(group.handle)
         landed = replace(landed, sequences=landed.sequences[others], tokens=landed.tokens[others])
         return landed, logprobs.of(others), over
+
+    def note_step(self) -> None:
+        """Another step is to be planned. Beams that have landed may hold what others of their search wait for, while
+        who decodes beside them leaves nothing free, and may do so for long: they make room then.
+        """
+        self._num_steps_without += 1
+        if self._num_steps_without > _PATIENCE:
+            self._num_steps_without = 0
+            for group in self._groups.values():
+                if group.waits_for_room and group.make_room():
+                    break
 
     def make_room(self) -> bool:
         """Release the slots and blocks of one search's landed beams, since nothing else can run; False if none has any.
@@ -157,6 +171,14 @@ class _Group:
     @property
     def is_complete(self) -> bool:
         return None not in self._records
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether all its beams have landed or are in the queue."""
+        return all(
+            record is not None or beam.status is Status.WAITING
+            for beam, record in zip(self._beams, self._records, strict=True)
+        )
 
     def take(self, beam: Sequence, ids: NDArray[np.int32], values: NDArray[np.float32]) -> None:
         index = self._beams.index(beam)

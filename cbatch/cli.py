@@ -88,7 +88,7 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except CBatchError as error:
-            err.print(Text.assemble(("cbatch:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
+            _say(error)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             # The engine is closed by now, and taking torch apart would keep the terminal for another second (0.8 s on
@@ -103,6 +103,10 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     return run
+
+
+def _say(error: CBatchError) -> None:
+    err.print(Text.assemble(("cbatch:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -223,15 +227,17 @@ def chat(
             if not text.strip():
                 continue
             messages += _message(text)
-            while True:
+            for start in range(0, len(messages), 2):  # the oldest question goes with its answer until the rest fits
                 try:
-                    answer, _ = _print_stream(engine, _encode(engine, [[*opening, *messages]])[0], params)
-                    break
-                except PromptTooLongError:
-                    if len(messages) == 1:
-                        raise
-                    del messages[:2]  # the oldest question with its answer: what is said now must fit
-            messages.append({"role": "assistant", "content": answer})
+                    answer, _ = _print_stream(engine, _encode(engine, [[*opening, *messages[start:]]])[0], params)
+                except PromptTooLongError as error:
+                    too_long = error
+                    continue
+                messages = [*messages[start:], {"role": "assistant", "content": answer}]
+                break
+            else:  # what was said now is too long by itself: it is forgotten, and all else is kept
+                _say(too_long)
+                messages.pop()
 
 
 @bench.command()

@@ -270,6 +270,8 @@ class Engine:
         io = self._buffers[self._num_launched % self.depth]
         if self._checks is not None:
             self._checks.before_plan(io)
+        if self._beams:
+            self._beams.note_step()
         plan = self.scheduler.plan(io.host_batch)
         while plan is None and not self._in_flight and self._beams.make_room():  # paused beams hold what others need
             plan = self.scheduler.plan(io.host_batch)

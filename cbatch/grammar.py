@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
-# For one mask of a grammar of the user's own. It takes some µs, but of some rules that no text can satisfy, such as
-# `a: /x+/ a`, llguidance looks for the end for ever. JSON, expressions and choices have no such rules.
-_PATIENCE_S = 5.0
+_MAX_MESSAGE = 500  # characters of llguidance's own; it quotes lines of the grammar, which may be long
+# The last line of a grammar of the user's own, which goes before what he has set. Where one text alone can come,
+# llguidance would look for all of it at once, and behind a rule such as `a: /x+/ a` that is for ever: it would neither
+# return nor end with the request. JSON, expressions and choices have no such rules.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class Grammars:
@@ -73,9 +75,9 @@ class Grammars:
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
         try:
             if not start.is_error():  # a grammar of no text at all is found out here
-                self.fill_in_time(start, np.empty(self.num_words, np.int32))
+                self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
             if start.is_error():
-                raise ValueError(_first_lines(start.get_error()))
+                raise ValueError(first_lines(start.get_error()))
         except ValueError as error:
             raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
         with self._lock:
@@ -97,28 +99,12 @@ class Grammars:
         elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
-    def fill_in_time(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
-        """The same for one that may never come to an end: ``mask [num_words]``. Starts a thread, and waits for it.
-
-        Raises ValueError if it takes too long. It then goes on in that thread; the matcher must not be used again.
-        """
-        made = np.zeros(self.num_words, np.int32)  # of the thread's own
-        thread = threading.Thread(
-            target=lambda: matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes),
-            name="cbatch-mask",
-            daemon=True,
-        )
-        thread.start()
-        thread.join(_PATIENCE_S)
-        if thread.is_alive():
-            raise ValueError(f"what may come next was not found within {_PATIENCE_S} s; can no text satisfy a rule?")
-        mask[:] = made
-
     def spell_out(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
         """Where a text that must come is that of a special token, put a token that spells it into ``mask [num_words]``.
 
         llguidance has the tokenizer encode such a text, and forces what it finds: the special token, of which it holds
-        afterwards, rightly, that it is no text. An end of sequence would end the answer there.
+        afterwards, rightly, that it is no text. An end of sequence would end the answer there. Not for a grammar of the
+        user's own, where nothing is forced.
         """
         if np.count_nonzero(mask) != 1:
             return
@@ -182,7 +168,7 @@ def _source(asked: StructuredOutputsParams) -> str:
         texts = " | ".join(map(json.dumps, asked.choice))
         return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     assert asked.grammar is not None
-    return llguidance.grammar_from("grammar", asked.grammar)
+    return llguidance.grammar_from("grammar", asked.grammar) + _NO_FORCING
 
 
 def _name(asked: StructuredOutputsParams) -> str:
@@ -197,5 +183,9 @@ def _name(asked: StructuredOutputsParams) -> str:
     return found if asked.whitespace_pattern is None else f"{found} with whitespace_pattern={asked.whitespace_pattern}"
 
 
-def _first_lines(message: str) -> str:
-    return message.partition("\n<")[0].strip()
+def first_lines(message: str) -> str:
+    """What llguidance says, without the state of its parser."""
+    said = message.partition("\n<")[0].strip()
+    if said == "NoExtensionBias":
+        return "there is no text that it allows"
+    return said if len(said) <= _MAX_MESSAGE else f"{said[: _MAX_MESSAGE - 3]}..."

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cbatch.buffers import Masks
 from cbatch.errors import CBatchError, described
-from cbatch.grammar import Grammars
+from cbatch.grammar import Grammars, first_lines
 from cbatch.request import RequestHandle, running_processor
 from cbatch.sampler import HELD, Edit, bit_mask
 from cbatch.sampling_checks import num_arguments
@@ -52,7 +52,7 @@ class HeldRow:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.matcher = matcher
-        self.may_hang = params.structured_outputs is not None and params.structured_outputs.grammar is not None
+        self.is_forced = params.structured_outputs is not None and params.structured_outputs.grammar is None
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ends = bit_mask(eos_token_ids) if eos_token_ids else np.zeros(0, np.int32)
@@ -81,8 +81,8 @@ class HeldRow:
         if token in self._eos_token_ids:
             self._has_ended = True
         elif not self.matcher.consume_token(token):
-            why = self.matcher.get_error().splitlines()[0]
-            raise ValueError(f"structured_outputs: token {token} is not in the grammar here: {why}")
+            why = first_lines(self.matcher.get_error())
+            raise ValueError(f"structured_outputs: the grammar does not go on behind token {token}: {why}")
 
     def _is_forbidden(self, token: int) -> bool:
         return (
@@ -104,7 +104,7 @@ class HeldRow:
             mask[:] = 0
             mask[: self._ends.size] = self._ends
         elif self.matcher.is_error():
-            raise ValueError(self.matcher.get_error().splitlines()[0])
+            raise ValueError(first_lines(self.matcher.get_error()))
         if mask.any() and _is_within(mask, self._ends):
             return
         if self._allowed is not None:
@@ -180,15 +180,13 @@ class Held:
         masks, num_words = area.masks, self._grammars.num_words
         if num_words != self._num_words:  # the tokenizer has more tokens than the model
             masks = np.empty((len(rows), num_words), np.int32)
-        numbered = [(handle.held, i) for i, (handle, _) in enumerate(rows)]
-        self._grammars.fill([(held.matcher, i) for held, i in numbered if not held.may_hang], masks)
+        self._grammars.fill([(handle.held.matcher, i) for i, (handle, _) in enumerate(rows)], masks)
         count = 0
         for i, (handle, slot) in enumerate(rows):
             mask = masks[i, : self._num_words]
             try:
-                if handle.held.may_hang:
-                    self._grammars.fill_in_time(handle.held.matcher, masks[i])
-                self._grammars.spell_out(handle.held.matcher, masks[i])
+                if handle.held.is_forced:
+                    self._grammars.spell_out(handle.held.matcher, masks[i])
                 handle.held.narrow(mask)
                 handle.held.mask_has_0 = _has(mask, 0)
             except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +40,15 @@ class Limits:
         if isinstance(prompt_token_ids, (str, bytes)):
             raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
+            if not isinstance(prompt_token_ids, Sized):
+                prompt_token_ids = list(itertools.islice(prompt_token_ids, self.max_model_len + 1))  # it may be endless
+            elif getattr(prompt_token_ids, "ndim", 1) == 1 and (length := len(prompt_token_ids)) > self.max_model_len:
+                raise self._too_long(length, request_id)  # a list of 10 million would hold up everyone for 0.6 s
             if isinstance(prompt_token_ids, torch.Tensor):
                 prompt_token_ids = prompt_token_ids.tolist()
-            elif not hasattr(prompt_token_ids, "__len__"):
-                prompt_token_ids = list(prompt_token_ids)
             prompt = np.array(prompt_token_ids)
+        except PromptTooLongError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
         if prompt.ndim != 1:
@@ -187,10 +191,7 @@ class Limits:
         """Total length at which the request ends."""
         limit = self.max_model_len
         if num_prompt_tokens >= limit:
-            raise PromptTooLongError(
-                f"{named(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {limit} "
-                "and one token must have room"
-            )
+            raise self._too_long(num_prompt_tokens, request_id)
         room = self.longest_len
         if params.max_tokens is None:
             max_len = min(limit, max(room, num_prompt_tokens + 1))
@@ -211,6 +212,12 @@ class Limits:
                 f"{max_len - num_prompt_tokens}: {why}"
             )
         return max_len
+
+    def _too_long(self, num_prompt_tokens: int, request_id: str | None) -> PromptTooLongError:
+        return PromptTooLongError(
+            f"{named(request_id)}: {num_prompt_tokens} prompt tokens, but max_model_len is {self.max_model_len} "
+            "and one token must have room"
+        )
 
     def priority(self, priority: int, request_id: str | None) -> int:
         """A request's priority as a plain int; other than 0 it needs the policy ``"priority"``."""

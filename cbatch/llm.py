@@ -74,8 +74,8 @@ class LLM:
         """
         taken = _each("prompt", _listed(prompts), PromptLike)
         params = _one_each(sampling_params, len(taken))
-        tokenizer = self.engine.tokenizer
-        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
+        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
+        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer, limit)))
         requests = _requests(encoded, params, priority, [prompt.cache_salt for prompt in taken], timeout_s)
         return self._run("prompt", encoded, requests, self.engine.submit, use_tqdm)
 
@@ -99,8 +99,8 @@ class LLM:
         Raises: as ``generate``.
         """
         taken = _each("prompt", _listed(prompts), PromptLike)
-        tokenizer = self.engine.tokenizer
-        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer)))
+        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
+        encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer, limit)))
         salts = [prompt.cache_salt for prompt in taken]
         requests = _requests(encoded, [params] * len(taken), priority, salts, timeout_s)
         return self._run("prompt", encoded, requests, self.engine.submit_beam_search, False)
@@ -142,7 +142,7 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = _one_each(sampling_params, len(conversations))
-        tokenizer = self.engine.tokenizer
+        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
 
         write = partial(
             render_chat,
@@ -157,7 +157,7 @@ class LLM:
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
             text = write(conversation)
             # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
 
         encoded = _each("conversation", conversations, encode)
         requests = _requests(encoded, params, priority, [cache_salt] * len(encoded), timeout_s)

@@ -12,11 +12,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import InvalidRequestError, described, short
-from cbatch.tokenizer import lock_of
+from cbatch.errors import InvalidRequestError, PromptTooLongError, described, short
+from cbatch.tokenizer import least_tokens, lock_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LONG_TEXT = 100_000  # characters: some 0.1 s of tokenising
 
 
 class PromptLike:
@@ -47,12 +50,12 @@ class PromptLike:
         else:
             self.token_ids = _token_ids(prompt)
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    def encode(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int | None = None) -> list[int]:
         """Its token ids. Takes about a millisecond per 1,000 characters of text."""
         if self.token_ids is not None:
             return self.token_ids
         assert self.text is not None
-        return encode_prompt(tokenizer, self.text)
+        return encode_prompt(tokenizer, self.text, max_model_len=max_model_len)
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -67,7 +70,12 @@ def _token_ids(value: Any) -> list[int]:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase | None, text: str, *, add_special_tokens: bool = True, what: str = "prompt"
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    max_model_len: int | None = None,
+    what: str = "prompt",
 ) -> list[int]:
     """Token ids of a prompt (or ``what`` errors call it), with the special tokens that the tokenizer puts around it.
 
@@ -75,9 +83,20 @@ def encode_prompt(
 
     Raises:
         InvalidRequestError: there is no tokenizer, or the text cannot be encoded.
+        PromptTooLongError: it is so long that ``max_model_len`` tokens cannot hold it. That is seen before it is
+            encoded, which would keep the tokenizer from all others: 8 s for 5 million characters.
     """
     if tokenizer is None:
         raise InvalidRequestError(f"{what} {short(text)} is text, but there is no tokenizer: pass token ids")
+    if (
+        max_model_len is not None
+        and len(text) > _LONG_TEXT
+        and (least := least_tokens(tokenizer, text)) >= max_model_len
+    ):
+        raise PromptTooLongError(
+            f"request: {len(text)} characters are at least {least} prompt tokens, but max_model_len is {max_model_len} "
+            "and one token must have room"
+        )
     with lock_of(tokenizer):
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -126,6 +145,14 @@ def check_conversation(messages: Any) -> None:
         whole = isinstance(message, Mapping) and "role" in message and ("content" in message or "tool_calls" in message)
         if not whole:
             raise InvalidRequestError(f"message {number} is {short(message)}: it must be a dict of role and content")
+        if not isinstance(message["role"], str):
+            raise InvalidRequestError(f"message {number} has the role {short(message['role'])}: it must be a string")
+        content = message.get("content")  # a template would write out as Python what is neither: 5, or None
+        if not (isinstance(content, (str, list, tuple)) or (content is None and "tool_calls" in message)):
+            raise InvalidRequestError(
+                f"message {number} has {short(content)} for content: it must be text or a list of parts, or None "
+                "beside tool_calls"
+            )
 
 
 def render_chat(
@@ -157,6 +184,12 @@ def render_chat(
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("the tokenizer has no chat template: pass chat_template, or use generate")
     check_conversation(messages)
+    for name, flag in (
+        ("add_generation_prompt", add_generation_prompt),
+        ("continue_final_message", continue_final_message),
+    ):
+        if not isinstance(flag, bool):
+            raise InvalidRequestError(f"{name} is {short(flag)}, but must be True or False")
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError("continue_final_message=True needs add_generation_prompt=False: no new turn begins")
     for name, value, kind in (("tools", tools, Sequence), ("chat_template_kwargs", chat_template_kwargs, Mapping)):

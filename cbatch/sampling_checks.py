@@ -15,7 +15,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cbatch.errors import InvalidRequestError, described
+from cbatch.errors import InvalidRequestError, described, short
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
 MAX_STOP_CHARS = 100_000  # of all stop strings together: 0.2 s to make a search of, and 30 MB
@@ -41,7 +41,7 @@ def all_fields(params: Any, checks: Mapping[str, Check], prefix: str = "") -> No
 def whole(name: str, value: Any) -> int:
     """A whole number; numpy's are fine, bools and 3.0 are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequestError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={short(value)} must be an integer, not {type(value).__name__}")
     number = int(value)
     if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
         raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
@@ -50,7 +50,7 @@ def whole(name: str, value: Any) -> int:
 
 def real(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequestError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={short(value)} must be a number, not {type(value).__name__}")
     try:
         result = float(value)
     except OverflowError:  # an int of more than 1,024 bits
@@ -122,7 +122,7 @@ def seed(name: str, value: Any) -> int | None:
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be True or False")
+        raise InvalidRequestError(f"{name}={short(value)} must be True or False")
     return value
 
 
@@ -130,11 +130,11 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of token ids, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={short(value)} must be a list of token ids, not {type(value).__name__}")
     ids = tuple(whole(f"{name} item", item) for item in value)
     for item in ids:
         if item < 0:
-            raise InvalidRequestError(f"{name}={list(ids)} holds {item}: a token id is at least 0")
+            raise InvalidRequestError(f"{name}={short(list(ids))} holds {item}: a token id is at least 0")
     return ids
 
 
@@ -151,12 +151,12 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of strings, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={short(value)} must be a list of strings, not {type(value).__name__}")
     for item in value:
         if not isinstance(item, str):
-            raise InvalidRequestError(f"{name}={list(value)!r} holds {item!r}: it must hold strings")
+            raise InvalidRequestError(f"{name}={short(list(value))} holds {short(item)}: it must hold strings")
         if not item:
-            raise InvalidRequestError(f"{name}={list(value)!r} holds an empty string: each must have a character")
+            raise InvalidRequestError(f"{name}={short(list(value))} holds an empty string: each must have a character")
     return tuple(value)
 
 
@@ -174,11 +174,11 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         biases = dict(value)  # of a dict, or of pairs: what another SamplingParams keeps
     except (TypeError, ValueError):
         raise InvalidRequestError(
-            f"{name}={value!r} must be a dict of token ids and numbers, not {type(value).__name__}"
+            f"{name}={short(value)} must be a dict of token ids and numbers, not {type(value).__name__}"
         ) from None
     pairs = []
     for token, bias in biases.items():
-        token, bias = whole(f"{name} token", token), real(f"{name}[{token!r}]", bias)
+        token, bias = whole(f"{name} token", token), real(f"{name}[{short(token)}]", bias)
         if token < 0:
             raise InvalidRequestError(f"{name} holds token {token}: a token id is at least 0")
         if abs(bias) > MAX_BIAS:
@@ -199,7 +199,7 @@ def early_stopping(name: str, value: Any) -> bool | str:
         return value
     if isinstance(value, str) and value == "never":
         return "never"
-    raise InvalidRequestError(f'{name}={value!r} must be True, False or "never"')
+    raise InvalidRequestError(f'{name}={short(value)} must be True, False or "never"')
 
 
 def schema(name: str, value: Any) -> str | None:
@@ -211,13 +211,13 @@ def schema(name: str, value: Any) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise InvalidRequestError(f"{name}={text} is no schema: it must be a JSON object")
+        raise InvalidRequestError(f"{name}={short(found)} is no schema: it must be a JSON object")
     return text
 
 
 def text(name: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidRequestError(f"{name}={value!r} must be a string with at least one character, or None")
+        raise InvalidRequestError(f"{name}={short(value)} must be a string with at least one character, or None")
     return value
 
 
@@ -226,13 +226,13 @@ def choice(name: str, value: Any) -> tuple[str, ...] | None:
         return None
     items = texts(name, value)
     if not items:
-        raise InvalidRequestError(f"{name}={value!r} has no text to choose")
+        raise InvalidRequestError(f"{name}={short(value)} has no text to choose")
     return tuple(dict.fromkeys(items))
 
 
 def true(name: str, value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be True or None")
+        raise InvalidRequestError(f"{name}={short(value)} must be True or None")
     return True if value else None
 
 
@@ -240,14 +240,14 @@ def processors(name: str, value: Any) -> tuple[Callable[..., Any], ...] | None:
     if value is None:
         return None
     if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"{name}={value!r} must be a list of functions, not {type(value).__name__}")
+        raise InvalidRequestError(f"{name}={short(value)} must be a list of functions, not {type(value).__name__}")
     for item in value:
         if not callable(item):
-            raise InvalidRequestError(f"{name} holds {item!r}, which is no function")
+            raise InvalidRequestError(f"{name} holds {short(item)}, which is no function")
         if (count := num_arguments(item)) not in (2, 3):
             raise InvalidRequestError(
-                f"{name} holds {item!r} with {count} arguments: it must take 2 (token ids so far, logits) or 3 (the "
-                "prompt's token ids before them)"
+                f"{name} holds {short(item)} with {count} arguments: it must take 2 (token ids so far, logits) or 3 "
+                "(the prompt's token ids before them)"
             )
     return tuple(value) or None
 

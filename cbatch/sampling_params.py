@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from cbatch import sampling_checks as check
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import InvalidRequestError, short
 
 _MAX_N = 16_384  # vLLM's, too
 MAX_LOGPROBS = 20  # the most that a step hands out for a token, beside the sampled one
@@ -254,7 +254,7 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
-                f"stop={list(self.stop)} needs text to look in, so detokenize=False is impossible"
+                f"stop={short(list(self.stop))} needs text to look in, so detokenize=False is impossible"
             )
 
     @property
@@ -309,13 +309,15 @@ class SamplingParams:
 # Two checks know a class of this file, and so stand here: `sampling_checks.py` knows none.
 def _structure(name: str, value: Any) -> StructuredOutputsParams | None:
     if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise InvalidRequestError(f"{name}={value!r} must be a StructuredOutputsParams, not {type(value).__name__}")
+        raise InvalidRequestError(
+            f"{name}={short(value)} must be a StructuredOutputsParams, not {type(value).__name__}"
+        )
     return value
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
-        raise InvalidRequestError(f"{name}={value!r} must be a RequestOutputKind")
+        raise InvalidRequestError(f"{name}={short(value)} must be a RequestOutputKind")
     return value
 
 

@@ -1,11 +1,13 @@
 """What is kept beside a tokenizer of transformers for as long as it lives, whichever engines and requests share it.
 
-Owns its lock, the ids of its special tokens and the texts of single tokens, and says what is a tokenizer at all. What
+Owns its lock, the ids of its special tokens, the texts of single tokens and how much of a text one can stand for,
+and says what is a tokenizer at all. What
 is encoded and decoded with it is the business of ``prompts.py``, ``detokenizer.py`` and ``output_maker.py``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -16,7 +18,8 @@ from cbatch.errors import ConfigError, short
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _specials: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 _token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
-_guard = threading.Lock()  # for the three tables
+_spans: weakref.WeakKeyDictionary[Any, tuple[int, str] | None] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()  # for the four tables
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -65,3 +68,56 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
             ids.update(number for number, token in added.items() if getattr(token, "special", False))
             found = _specials[tokenizer] = frozenset(ids)
         return found
+
+
+def least_tokens(tokenizer: Any, text: str) -> int:
+    """A number of tokens that a text has at least, found without encoding it; 0 where nothing is known.
+
+    The first call for a tokenizer reads all of it, which takes some 0.5 s.
+    """
+    if tokenizer not in _spans:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        span = _span(json.loads(backend.to_str())) if hasattr(backend, "to_str") else None
+        with _guard:
+            _spans[tokenizer] = span
+    span = _spans[tokenizer]
+    return 0 if span is None else (len(text) - sum(map(text.count, span[1]))) // span[0]
+
+
+def _span(state: dict[str, Any]) -> tuple[int, str] | None:
+    """The most characters that a token can stand for, and the characters that no token stands for.
+
+    None but for a BPE over bytes whose other parts drop nothing, so that all other characters end up in some token.
+    """
+    model, added = state["model"], state["added_tokens"]
+    parts = _parts(state["normalizer"], "normalizers") + _parts(state["pre_tokenizer"], "pretokenizers")
+    kinds = {part["type"] for part in parts}
+    if (
+        model["type"] != "BPE"
+        or kinds - {"NFC", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits"}
+        or any(token["lstrip"] or token["rstrip"] for token in added)  # these take in any number of spaces
+        or any(part["type"] == "Split" and part["behavior"] == "Removed" for part in parts)
+        or any(part["type"] == "Replace" and len(part["pattern"].get("String", "")) != 1 for part in parts)
+        or any(part["type"] == "Replace" and not part["content"] for part in parts)
+    ):
+        return None
+    vocab, dropped = model["vocab"], ""
+    if "ByteLevel" in kinds:
+        # How it writes bytes: those that can be seen as themselves, the others as the characters from 256 on.
+        seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in seen]
+        missing = [byte for byte in seen if chr(byte) not in vocab]
+        missing += [byte for i, byte in enumerate(hidden) if chr(256 + i) not in vocab]
+        if any(0x80 <= byte < 0xC0 for byte in missing):  # one of them is in every character beyond ASCII
+            return None
+        dropped = "".join(chr(byte) for byte in missing if byte < 0x80)
+    elif not (model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256))):
+        return None
+    longest = max(map(len, [*vocab, *(token["content"] for token in added)]))
+    return (longest * 4 if "NFC" in kinds else longest), dropped  # at most four characters are composed into one
+
+
+def _parts(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return [one for each in part[name] for one in _parts(each, name)] if part["type"] == "Sequence" else [part]

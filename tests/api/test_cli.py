@@ -135,9 +135,18 @@ def test_chat_forgets_the_oldest_when_it_grows_too_long(run, tiny_model, monkeyp
     turns = "".join(f"hello number {i}\n" for i in range(8))
     talk = run("chat", "--model", tiny_model, "--max-model-len", 100, "--max-tokens", 8, stdin=turns)
     assert talk.exit_code == 0, talk.output
-    too_long = run("chat", "--model", tiny_model, "--max-model-len", 100, stdin="hello " * 200 + "\n")
-    assert too_long.exit_code == 1
-    assert "max_model_len" in too_long.stderr
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(run, tiny_model, monkeypatch):
+    """It ended the conversation of whoever had pasted too much."""
+    asked = []
+    encode = cli._encode
+    monkeypatch.setattr(cli, "_encode", lambda engine, prompts: asked.extend(prompts) or encode(engine, prompts))
+    turns = "hello\n" + "hello " * 200 + "\nagain\n"
+    talk = run("chat", "--model", tiny_model, "--max-model-len", 100, "--max-tokens", 4, stdin=turns)
+    assert talk.exit_code == 0, talk.output
+    assert talk.stderr.count("max_model_len is 100") == 1
+    assert [message["content"] for message in asked[-1]][::2] == ["hello", "again"]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -1,13 +1,17 @@
 """Prompts, chats and banned words become token ids, or are refused with what is wrong with them."""
 
+import json
+import random
 import threading
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import InvalidRequestError, PromptTooLongError
 from cbatch.prompts import PromptLike, bad_word_ids, encode_prompt, render_chat
-from tests.api.tiny import CHAT_TEMPLATE, MAKERS, byte_level
+from cbatch.tokenizer import least_tokens
+from tests.api.tiny import CHAT_TEMPLATE, MAKERS, byte_level, metaspace
 
 
 def test_many_threads_encode_with_one_tokenizer():
@@ -93,6 +97,11 @@ def test_chat_is_rendered_by_the_template():
         ([{"role": "user"}], "message 0"),
         (["hello"], "message 0"),
         ([{"role": "bad", "content": ""}], "no bad ones"),
+        ([{"role": "user", "content": "a"}, {"role": 5, "content": "a"}], "message 1 has the role 5"),
+        # which the template would write out as "None" and "5"
+        ([{"role": "user", "content": None}], "message 0 has None for content"),
+        ([{"role": "user", "content": 5}], "message 0 has 5 for content"),
+        ([{"role": "user", "content": {"text": "a"}}], "for content: it must be text"),
     ],
 )
 def test_conversations_of_another_shape_are_refused(messages, says):
@@ -165,6 +174,51 @@ def test_parts_of_content_are_refused_where_the_template_takes_text():
         render_chat(tokenizer, messages, chat_template=CHAT_TEMPLATE)
     parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     assert render_chat(tokenizer, messages, chat_template=parts) == "Hi"
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_no_text_has_fewer_tokens_than_said(make):
+    """By that number a text is refused unread, so it must hold for every text: of long tokens, of added tokens, of
+    characters that are composed, fall apart into bytes, or have no token."""
+    tokenizer, rng = make(), random.Random(0)
+    kinds = [" \n\t", "abc the hello", "你好世界👨‍👩‍👧🎉é\u0302\u0301", "\x00\x04\x7f\u1f82 \U00050000A"]
+    texts = ["".join(rng.choices(kind, k=k)) for kind in kinds for k in (50, 500)]
+    texts += [
+        "the lazy dog " * 50,
+        " " * 999,
+        "hello" * 99,
+        "<|end|></s><s>" * 50,
+        "don't stop 123" * 50,
+        "界你世" * 99,
+    ]
+    for text in texts:
+        assert least_tokens(tokenizer, text) <= len(tokenizer.encode(text))
+    assert (least_tokens(tokenizer, "hello" * 10_000) > 1000) == (make is not metaspace)  # which may join unknown ones
+
+
+@pytest.mark.parametrize("drop", ["split", "spaces", "bytes"])
+def test_nothing_is_said_of_a_tokenizer_that_drops_characters(drop):
+    tokenizer = byte_level()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    if drop == "split":
+        split = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
+        state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}
+    elif drop == "spaces":
+        state["added_tokens"][0]["rstrip"] = True
+    else:
+        state["model"]["merges"] = []
+        state["model"]["vocab"] = {token: i for token, i in state["model"]["vocab"].items() if token not in ("x", "Ģ")}
+    text = {"split": "x", "spaces": " ", "bytes": "x"}[drop] * 10_000
+    found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    assert least_tokens(found, text) == 0
+
+
+def test_text_far_too_long_is_refused_unread(monkeypatch):
+    """A megabyte takes a second or more to encode, and meanwhile nobody else's prompt was."""
+    tokenizer = byte_level()
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(PromptTooLongError, match="3000000 characters are at least 166666 prompt tokens, but max_model"):
+        PromptLike("x" * 3_000_000).encode(tokenizer, 2048)
 
 
 def test_chat_without_a_tokenizer_is_refused():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -182,3 +183,21 @@ def test_edges_are_inside():
     SamplingParams(n=16384, min_p=1, logprobs=20, min_tokens=16, presence_penalty=-2, frequency_penalty=2)
     SamplingParams(min_p=0, logprobs=0, min_tokens=99, max_tokens=None, repetition_penalty=1e-30)
     SamplingParams(logit_bias={0: 100, 1: -100.0}, n=2, top_k=1)
+
+
+def test_message_of_a_huge_value_is_short():
+    """A server sends the message back: a client's megabyte in a wrong place came back as a megabyte."""
+    huge = "x" * 1_000_000
+    for cls, needed in (
+        (SamplingParams, {}),
+        (StructuredOutputsParams, {}),
+        (BeamSearchParams, {"beam_width": 2, "max_tokens": 2}),
+    ):
+        for field in dataclasses.fields(cls):
+            for value in (huge, [huge, 1, ""], {1: huge}):
+                with suppress(InvalidRequestError):  # some may have it
+                    cls(**{**needed, field.name: value})
+                    continue
+                with pytest.raises(InvalidRequestError) as error:
+                    cls(**{**needed, field.name: value})
+                assert len(str(error.value)) < 500, field.name

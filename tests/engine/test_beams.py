@@ -169,6 +169,27 @@ def test_fewer_slots_than_beams(model: nn.Module) -> None:
             settle(engine)
 
 
+@pytest.mark.parametrize("options", [SYNC, ASYNC, DEEP], ids=["sync", "async", "deep"])
+def test_beams_without_room_do_not_wait_for_the_end_of_a_neighbour(model: nn.Module, options: dict[str, Any]) -> None:
+    """Beams that had landed gave their slots to those that waited only when nothing else could run: a neighbour that
+    decoded for minutes held up the search, which held the slots of everyone who came after it."""
+    params = BeamSearchParams(beam_width=6, max_tokens=8)
+    with start(model, **options) as engine:
+        alone = engine.submit_beam_search(PROMPTS[0], params).result(60).outputs
+    with start(model, max_num_seqs=4, **options) as engine:
+        neighbour = engine.submit([7], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+        neighbour.next_chunk(60)
+        search = engine.submit_beam_search(PROMPTS[0], params)
+        newcomer = engine.submit([8], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        found = search.result(60)
+        newcomer.result(60)
+        neighbour.result(60)
+        assert [answer.token_ids for answer in found.outputs] == [answer.token_ids for answer in alone]
+        assert found.metrics.finished_time < neighbour.metrics.finished_time
+        assert newcomer.metrics.finished_time < neighbour.metrics.finished_time
+        settle(engine)
+
+
 def test_beams_share_blocks_and_compute_one_token_each(model: nn.Module) -> None:
     """A search over a long prompt holds its blocks once, and computes the prompt once."""
     prompt = [(7 * i * i + 3) % 101 for i in range(120)]

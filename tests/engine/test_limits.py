@@ -1,12 +1,13 @@
 """What is no prompt is refused with words for what it is; numpy alone would make numbers of some of it."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from cbatch.errors import InvalidRequestError, short
+from cbatch.errors import InvalidRequestError, PromptTooLongError, short
 from cbatch.limits import Limits
 from cbatch.sampling_params import SamplingParams
 
@@ -55,6 +56,28 @@ def test_any_sequence_of_integers_is_a_prompt(prompt):
 def test_what_is_no_prompt_is_told_as_what_it_is(prompt, says):
     with pytest.raises(InvalidRequestError, match=says.replace(".", r"\.")):
         LIMITS.prompt(prompt, None)
+
+
+class NeverRead(list):
+    """As long as ten million, and nobody may look at one of them."""
+
+    def __len__(self):
+        return 10_000_000
+
+    def __iter__(self):
+        raise AssertionError("it was read")
+
+    __array__ = __getitem__ = __iter__
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [(itertools.count(), 65), (NeverRead(), 10_000_000), (np.zeros(1000), 1000), (torch.zeros(1000), 1000)],
+)
+def test_prompt_far_too_long_is_refused_before_it_is_read(prompt, count):
+    """Ten million ids in a list held up every step for 0.6 s, and an iterator without an end filled the memory."""
+    with pytest.raises(PromptTooLongError, match=f"x: {count} prompt tokens, but max_model_len is 64"):
+        LIMITS.max_len(len(LIMITS.prompt(prompt, "x")), SamplingParams(), "x")
 
 
 def test_priority_and_timeout_may_be_of_numpy_and_of_any_size():

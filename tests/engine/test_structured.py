@@ -559,39 +559,35 @@ def test_bad_grammar_is_refused_at_submission_alone(
         assert len(tokens(neighbour)) == 20
 
 
-def test_grammar_that_never_finds_its_next_token_ends_its_request_alone(
-    model: nn.Module, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", ["", '%llguidance {"no_forcing": false}\n'], ids=["plain", "asked to force"])
+@pytest.mark.parametrize("rest", ["", "  // the end"], ids=["", "comment"])
+def test_rule_that_no_text_satisfies_goes_on_to_the_full_length(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, first: str, rest: str
 ) -> None:
-    """llguidance looks for the end of endless rules for ever, without the interpreter's lock. In the engine's thread it
-    would be everybody's end. It stands still here instead of burning a core for the rest of the tests."""
-    monkeypatch.setattr("cbatch.grammar._PATIENCE_S", 0.2)
-    go_on = threading.Event()
-
-    class Hanging:
-        """A matcher whose fourth mask does not come."""
-
-        def __init__(self, matcher: Any) -> None:
-            self.matcher, self.masks = matcher, 0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.matcher, name)
-
-        def unsafe_compute_mask_ptr(self, *where: int) -> None:
-            self.masks += 1
-            assert self.masks < 4 or go_on.wait(60)
-            self.matcher.unsafe_compute_mask_ptr(*where)
-
+    """Of an `a: /x+/ a`, llguidance collected all the x that must come, in a thread that burned a core and took 10 MiB
+    a second until the process ended. Nothing is forced now: a mask looks one token ahead, and the request ends by its
+    length."""
+    threads = set(threading.enumerate())
     with start(model, tokenizer) as engine:
-        matcher = engine._grammars.matcher
-        monkeypatch.setattr(engine._grammars, "matcher", lambda *given: Hanging(matcher(*given)))
+        asked = StructuredOutputsParams(grammar=f'{first}start: a b\na: /x+/ a\nb: "c"{rest}')
         neighbour = engine.submit([9, 8], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
-        handle = engine.submit([5], SamplingParams(structured_outputs=StructuredOutputsParams(grammar=LIST)))
-        with pytest.raises(CBatchError, match="structured_outputs: what may come next was not found within"):
-            handle.result(60)
+        (answer,) = engine.submit([5], SamplingParams(structured_outputs=asked, max_tokens=9)).result(60).outputs
+        assert set(answer.text) == {"x"} and answer.finish_reason == "length"
         assert len(tokens(neighbour)) == 20
-        go_on.set()
-        monkeypatch.undo()
-        assert len(tokens(engine.submit([9, 8], neighbour.params))) == 20
+    assert set(threading.enumerate()) == threads
+
+
+def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+    """llguidance quotes the line that is wrong, and a line may be a megabyte."""
+    deep = "start: " + 5000 * "(" + '"a"' + 5000 * ")"
+    with start(model, tokenizer) as engine:
+        for grammar in (deep, "start: start"):
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
+            with pytest.raises(
+                InvalidRequestError, match=r"too deeply nested|there is no text that it allows"
+            ) as error:
+                engine.submit([5], params)
+            assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(
