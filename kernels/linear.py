@@ -76,20 +76,29 @@ def _is_aligned(matrix: Tensor) -> bool:
     return element == 1 and row % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def choose(k: int, n: int, num_rows: int, kind: Kind, device: torch.device) -> Config | None:
-    """How to cut a product with n columns of result, of at most ``MAX_ROWS`` rows; None: cuBLAS computes it.
+def choose(
+    k: int, n: int, num_rows: int, kind: Kind, device: torch.device, *, fixed_order: bool = False
+) -> Config | None:
+    """How to cut a product with n columns of result; None: cuBLAS does it.
 
-    The device's table decides. A shape that it lacks is cut by ``heuristic`` on Hopper, up to 64 rows; the rest is
-    cuBLAS's.
+    The device's table has the word. Of a shape that it lacks, up to 64 rows are cut as ``heuristic`` says on Hopper;
+    the rest is cuBLAS's.
+
+    With ``fixed_order`` a row's sums are taken in one order however many rows there are, up to ``MAX_ROWS``, so that
+    its bits do not depend on the batch: all sizes then have the ``block_k`` and ``split_k`` of 32 rows, and never
+    cuBLAS, on any card with tensor descriptors.
     """
     rows = next(size for size in ROWS if num_rows <= size)
-    return _choose(k, n, rows, kind, device)
+    return _choose(k, n, rows, kind, device, fixed_order)
 
 
 @functools.cache
-def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device) -> Config | None:
+def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device, fixed_order: bool) -> Config | None:
     properties = torch.cuda.get_device_properties(device)
     entries = _tables().get(properties.name, {}).get(shape_key(k, n, kind), {})
+    if fixed_order:
+        config = entries.get(32) or heuristic(k, n, 32, kind, properties.multi_processor_count)
+        return _with_room(config, rows, kind)
     if rows in entries:
         return entries[rows]
     if 64 in entries and 64 < rows < 128:  # 80 or 96, where they were not measured

@@ -270,6 +270,14 @@ def test_unknown_shapes_are_cut_by_rule_on_hopper_and_are_cublas_elsewhere(card)
             assert card("NVIDIA A100", 8).choose(k, n, 16, kind, CARD) is None
 
 
+def test_a_fixed_order_is_one_for_all_numbers_of_rows(card):
+    linear = card()
+    for k, n, kind in ((4096, 6144, "linear"), (4096, 14336, "gated"), (768, 3072, "act"), (5120, 5120, "linear")):
+        configs = [linear.choose(k, n, rows, kind, CARD, fixed_order=True) for rows in (1, *SIZES)]
+        assert len({(config.block_k, config.split_k) for config in configs}) == 1
+        assert all(config.fits(rows, kind == "gated") for config, rows in zip(configs, (16, *SIZES), strict=True))
+
+
 def test_a_table_of_ones_own_comes_first(card, tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     own = {"block_n": 64, "block_k": 64, "num_stages": 5, "split_k": 1, "num_warps": 4}
