@@ -288,3 +288,7 @@ class _BeforeOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._act()
         return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the default has the first operator import torch._dynamo: a second, or three, of the start

@@ -1,8 +1,10 @@
 """Configs and tokenizers of transformers without the modelling stack, which takes 5 s to import. Knows no model.
 
-Two things drag it in. Importing a config class writes its docstring, and for that looks into the mapping of all models,
-which imports generation, ``torch._dynamo`` and scikit-learn. And validators import the activations, to know their
-names, and with them ``torch.distributed.tensor`` and sympy. Neither changes what a config holds.
+Three things drag it in. Importing a config class writes its docstring, and for that looks into the mapping of all
+models, which imports generation, ``torch._dynamo`` and scikit-learn. Validators import the activations, to know their
+names, and with them ``torch.distributed.tensor`` and sympy. And they import what reads images and videos, for two
+types, and with it torchvision where that is installed, and so ``torch._dynamo`` again. None of it changes what a config
+holds.
 """
 
 from __future__ import annotations
@@ -10,67 +12,88 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-_ACTIVATIONS = "transformers.activations"
 _lock = threading.RLock()  # of two threads whose turns overlap, the second would put back what the first had put there
 
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Imports inside the block are faster: config classes keep their source's docstring, activations load on demand.
+    """Imports inside the block are faster: config classes keep their source's docstring, some modules load on demand.
 
-    Nothing else changes, and what imports the activations afterwards gets them. With a release of transformers that
-    lacks the two places, imports are as slow as ever.
+    Nothing else changes, and what imports those modules afterwards gets them. With a release of transformers that
+    lacks these places, imports are as slow as ever.
     """
     import transformers.utils  # noqa: F401  # so that the module below is there
 
     with _lock:
         docstrings: Any = sys.modules.get("transformers.utils.auto_docstring")
         writer = getattr(docstrings, "auto_class_docstring", None)
-        stub = None if _ACTIVATIONS in sys.modules else _Activations(_ACTIVATIONS)
+        stubs = [_OnDemand(name, given) for name, given in _GIVEN.items() if name not in sys.modules]
         if writer is not None:
             docstrings.auto_class_docstring = lambda cls, *args, **options: cls
-        if stub is not None:
-            sys.modules[_ACTIVATIONS] = stub
+        sys.modules.update((stub.__name__, stub) for stub in stubs)
         try:
             yield
         finally:
             if writer is not None:
                 docstrings.auto_class_docstring = writer
-            if stub is not None and sys.modules.get(_ACTIVATIONS) is stub:
-                del sys.modules[_ACTIVATIONS]
+            for stub in stubs:
+                if sys.modules.get(stub.__name__) is stub:
+                    del sys.modules[stub.__name__]
 
 
-class _Activations(ModuleType):
-    """Stands for the module until something needs more of it than the name ``ACT2FN``."""
+class _OnDemand(ModuleType):
+    """Stands for a module until something needs more of it than ``given``, which makes what the name says."""
+
+    def __init__(self, name: str, given: tuple[str, Callable[[], Any]]) -> None:
+        super().__init__(name)
+        self._given = given
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for some
             raise AttributeError(name)
-        return _Names() if name == "ACT2FN" else getattr(_real_activations(), name)
+        given, make = self._given
+        return make() if name == given else getattr(_real(self.__name__), name)
+
+
+def _real(name: str) -> Any:
+    if isinstance(sys.modules.get(name), _OnDemand):
+        del sys.modules[name]
+    return importlib.import_module(name)
 
 
 class _Names:
     """The mapping from a name to an activation, as far as validators ask: what is in it."""
 
     def __len__(self) -> int:
-        return len(_real_activations().ACT2FN)
+        return len(_activations())
 
     def __contains__(self, name: object) -> bool:
-        return name in _real_activations().ACT2FN
+        return name in _activations()
 
     def __getitem__(self, name: str) -> Any:
-        return _real_activations().ACT2FN[name]
+        return _activations()[name]
 
     def keys(self) -> Any:
-        return _real_activations().ACT2FN.keys()
+        return _activations().keys()
 
 
-def _real_activations() -> Any:
-    if isinstance(sys.modules.get(_ACTIVATIONS), _Activations):
-        del sys.modules[_ACTIVATIONS]
-    return importlib.import_module(_ACTIVATIONS)
+def _activations() -> Any:
+    return _real("transformers.activations").ACT2FN
+
+
+def _resampling() -> Any:
+    from PIL.Image import Resampling
+
+    return Resampling
+
+
+_GIVEN: dict[str, tuple[str, Callable[[], Any]]] = {  # what validators import of each
+    "transformers.activations": ("ACT2FN", _Names),
+    "transformers.image_utils": ("PILImageResampling", _resampling),
+    "transformers.video_utils": ("VideoMetadataType", lambda: Any),  # an annotation
+}

@@ -649,6 +649,50 @@ assert "Args" in transformers.Qwen2Config.__doc__
     assert done.returncode == 0, done.stderr
 
 
+def test_a_covered_model_loads_without_torchvision_where_that_is_installed(tmp_path):
+    """For the types of two arguments, validators of configs import it, and it imports torch._dynamo: a second, or 3."""
+    make_tiny("llama").save_pretrained(tmp_path / "llama")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('torchvision was imported')")
+    (tmp_path / "torchvision-0.26.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.26.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.26.0\n")
+    script = f"""
+import sys
+sys.path.append({str(tmp_path)!r})
+from cbatch.models.loader import load_model
+from transformers.utils import is_torchvision_available
+assert is_torchvision_available()
+assert type(load_model({str(tmp_path / "llama")!r}, model_impl="auto")).__name__ == "Decoder"
+from transformers.utils.type_validators import resampling_validator
+resampling_validator(2)
+assert not set(sys.modules) & {{"torchvision", "transformers.image_utils", "transformers.video_utils"}}
+try:
+    import transformers.image_utils
+except RuntimeError as error:  # the real one, which imports it
+    assert "was imported" in str(error)
+else:
+    sys.exit("a stand-in was left")
+"""
+    root = Path(loader.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_capture_begins_without_torch_dynamo():
+    """Torch wraps what dispatches for a mode, so that its first operator imports that: a second of a start, or 3."""
+    script = """
+import sys, torch
+from cbatch.graphs import _BeforeOperators
+seen = []
+with _BeforeOperators(lambda: seen.append(1)):
+    torch.zeros(2)
+assert seen and "torch._dynamo" not in sys.modules
+"""
+    root = Path(loader.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_models_that_load_at_once_leave_the_library_as_it_was():
     """The second thread took the first one's stand-in for the original, and put that back."""
     docstrings = importlib.import_module("transformers.utils.auto_docstring")  # a function has its name, too
