@@ -29,7 +29,7 @@ from cbatch.scheduler.sequence import Sequence, Status
 
 # The sampled token is ignored: the search chooses by the log-probabilities that land with it.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
-_PATIENCE = 8  # steps without a beam, until those that have landed make room for those that wait
+_PATIENCE = 8  # steps without a beam of a search, until those that have landed make room for those that wait
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 
@@ -100,7 +100,6 @@ class Beams:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._groups: dict[BeamHandle, _Group] = {}
-        self._num_steps_without = 0
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -124,7 +123,6 @@ class Beams:
         if others.all():
             return landed, logprobs, []
         assert logprobs is not None
-        self._num_steps_without = 0
         for row, owner in enumerate(owners):
             if owner is not None:
                 owner.take(landed.sequences[row], logprobs.ids[row, 1:], logprobs.values[row, 1:])
@@ -138,14 +136,13 @@ class Beams:
 
     def note_step(self) -> None:
         """Another step is to be planned. Beams that have landed may hold what others of their search wait for, while
-        who decodes beside them leaves nothing free, and may do so for long: they make room then.
+        who decodes or searches beside them leaves nothing free, and may do so for long: they make room then.
         """
-        self._num_steps_without += 1
-        if self._num_steps_without > _PATIENCE:
-            self._num_steps_without = 0
-            for group in self._groups.values():
-                if group.waits_for_room and group.make_room():
-                    break
+        for group in self._groups.values():
+            group.num_steps_without += 1
+        for group in self._groups.values():
+            if group.num_steps_without > _PATIENCE and group.waits_for_room and group.make_room():
+                break
 
     def make_room(self) -> bool:
         """Release the slots and blocks of one search's landed beams, since nothing else can run; False if none has any.
@@ -163,6 +160,7 @@ class _Group:
         self._beams = [handle.sequence]
         self._records: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None]
         self._epochs = [0]  # of the beams' stays in their slots when they landed
+        self.num_steps_without = 0  # planned since a beam has landed
         # Later beams rank right behind the first one, before all requests that came later; no number is used twice.
         most_steps = handle.sequence.max_len - len(handle.prompt)
         scheduler.add(handle.sequence, num_followers=handle.beam_params.beam_width * most_steps)
@@ -181,6 +179,7 @@ class _Group:
         )
 
     def take(self, beam: Sequence, ids: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        self.num_steps_without = 0
         index = self._beams.index(beam)
         if self._records[index] is None:  # else it was preempted since, and computed once more
             count = self.handle.search.num_candidates

@@ -18,7 +18,7 @@ from cbatch.errors import ConfigError, short
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _specials: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 _token_texts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
-_spans: weakref.WeakKeyDictionary[Any, tuple[int, str] | None] = weakref.WeakKeyDictionary()
+_spans: weakref.WeakKeyDictionary[Any, tuple[int, tuple[int, str] | None]] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()  # for the four tables
 
 
@@ -75,25 +75,39 @@ def least_tokens(tokenizer: Any, text: str) -> int:
 
     The first call for a tokenizer reads all of it, which takes some 0.5 s.
     """
-    if tokenizer not in _spans:
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        span = _span(json.loads(backend.to_str())) if hasattr(backend, "to_str") else None
+    known = len(tokenizer)  # grows with tokens that are added later, which may be long ones
+    if (found := _spans.get(tokenizer)) is None or found[0] != known:
+        found = known, _span(_state_of(tokenizer))
         with _guard:
-            _spans[tokenizer] = span
-    span = _spans[tokenizer]
+            _spans[tokenizer] = found
+    span = found[1]
     return 0 if span is None else (len(text) - sum(map(text.count, span[1]))) // span[0]
 
 
-def _span(state: dict[str, Any]) -> tuple[int, str] | None:
+def _state_of(tokenizer: Any) -> dict[str, Any] | None:
+    """What it is made of, as its file says it; None where it has parts that no file can hold: functions in Python."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        state: dict[str, Any] | None = json.loads(backend.to_str()) if hasattr(backend, "to_str") else None
+    except Exception:  # ``tokenizers`` has no class of its own for it
+        return None
+    return state
+
+
+def _span(state: dict[str, Any] | None) -> tuple[int, str] | None:
     """The most characters that a token can stand for, and the characters that no token stands for.
 
     None but for a BPE over bytes whose other parts drop nothing, so that all other characters end up in some token.
     """
+    if state is None:
+        return None
     model, added = state["model"], state["added_tokens"]
     parts = _parts(state["normalizer"], "normalizers") + _parts(state["pre_tokenizer"], "pretokenizers")
     kinds = {part["type"] for part in parts}
     if (
         model["type"] != "BPE"
+        or model["continuing_subword_prefix"]  # a byte inside of a word is looked up with it, and dropped without
+        or model["end_of_word_suffix"]
         or kinds - {"NFC", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits"}
         or any(token["lstrip"] or token["rstrip"] for token in added)  # these take in any number of spaces
         or any(part["type"] == "Split" and part["behavior"] == "Removed" for part in parts)

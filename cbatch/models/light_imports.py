@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+_removing = threading.Lock()  # look and delete are one: what stands there a moment later may be the module itself
 _lock = threading.RLock()  # of two threads whose turns overlap, the second would put back what the first had put there
 
 
@@ -42,8 +43,7 @@ def light_imports() -> Iterator[None]:
             if writer is not None:
                 docstrings.auto_class_docstring = writer
             for stub in stubs:
-                if sys.modules.get(stub.__name__) is stub:
-                    del sys.modules[stub.__name__]
+                _remove(stub.__name__)
 
 
 class _OnDemand(ModuleType):
@@ -61,25 +61,36 @@ class _OnDemand(ModuleType):
 
 
 def _real(name: str) -> Any:
-    if isinstance(sys.modules.get(name), _OnDemand):
-        del sys.modules[name]
+    _remove(name)
     return importlib.import_module(name)
 
 
-class _Names:
-    """The mapping from a name to an activation, as far as validators ask: what is in it."""
+def _remove(name: str) -> None:
+    with _removing:
+        if isinstance(sys.modules.get(name), _OnDemand):
+            del sys.modules[name]
+
+
+class _Names(MutableMapping[str, Any]):
+    """The mapping from a name to an activation, whole: a checkpoint's own code, or another thread's, may keep it."""
 
     def __len__(self) -> int:
         return len(_activations())
 
-    def __contains__(self, name: object) -> bool:
+    def __iter__(self) -> Iterator[str]:
+        return iter(_activations())
+
+    def __contains__(self, name: object) -> bool:  # looked up, it would be made
         return name in _activations()
 
     def __getitem__(self, name: str) -> Any:
         return _activations()[name]
 
-    def keys(self) -> Any:
-        return _activations().keys()
+    def __setitem__(self, name: str, activation: Any) -> None:
+        _activations()[name] = activation
+
+    def __delitem__(self, name: str) -> None:
+        del _activations()[name]
 
 
 def _activations() -> Any:

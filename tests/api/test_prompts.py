@@ -6,6 +6,8 @@ import threading
 
 import pytest
 from tokenizers import Tokenizer, processors
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cbatch.errors import InvalidRequestError, PromptTooLongError
@@ -211,6 +213,37 @@ def test_nothing_is_said_of_a_tokenizer_that_drops_characters(drop):
     text = {"split": "x", "spaces": " ", "bytes": "x"}[drop] * 10_000
     found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     assert least_tokens(found, text) == 0
+
+
+def test_a_tokenizer_with_parts_in_python_says_nothing_of_a_long_text():
+    """It can be written into no file, and ``tokenizers`` raised that at the first prompt over 100,000 characters."""
+
+    class Whole:
+        def pre_tokenize(self, text):
+            text.split(lambda _, part: [part])
+
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
+    text = "ab" * 60_000
+    assert encode_prompt(tokenizer, text, max_model_len=100) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("affix", [{"continuing_subword_prefix": "##"}, {"end_of_word_suffix": "</w>"}])
+def test_nothing_is_said_where_a_byte_goes_by_another_name_inside_of_a_word(affix):
+    """The vocabulary has every byte, but none as it stands behind another or ends a word: those are dropped."""
+    made = Tokenizer(BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, [], **affix))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer, text = PreTrainedTokenizerFast(tokenizer_object=made), "hello " * 20
+    assert len(tokenizer.encode(text)) < len(text)
+    assert least_tokens(tokenizer, text) == 0
+
+
+def test_a_long_token_that_is_added_later_counts():
+    """A text of it was refused by the longest token that there had been at first."""
+    tokenizer, text = byte_level(), "x" * 5000
+    assert least_tokens(tokenizer, text) > 2
+    tokenizer.add_tokens("x" * 2500)
+    assert least_tokens(tokenizer, text) <= len(tokenizer.encode(text)) == 2
 
 
 def test_text_far_too_long_is_refused_unread(monkeypatch):

@@ -190,6 +190,22 @@ def test_beams_without_room_do_not_wait_for_the_end_of_a_neighbour(model: nn.Mod
         settle(engine)
 
 
+def test_beams_without_room_do_not_wait_for_the_end_of_another_search(model: nn.Module) -> None:
+    """A search lost patience only after eight steps without a beam of any search: one whose beams landed at every step
+    kept it waiting to its own end, like a neighbour that decodes."""
+    params = BeamSearchParams(beam_width=6, max_tokens=8)
+    with start(model) as engine:
+        alone = engine.submit_beam_search(PROMPTS[0], params).result(60).outputs
+    with start(model, max_num_seqs=4) as engine:
+        neighbour = engine.submit_beam_search([7], BeamSearchParams(beam_width=1, max_tokens=100, ignore_eos=True))
+        search = engine.submit_beam_search(PROMPTS[0], params)
+        found = search.result(60)
+        neighbour.result(60)
+        assert [answer.token_ids for answer in found.outputs] == [answer.token_ids for answer in alone]
+        assert found.metrics.finished_time < neighbour.metrics.finished_time
+        settle(engine)
+
+
 def test_beams_share_blocks_and_compute_one_token_each(model: nn.Module) -> None:
     """A search over a long prompt holds its blocks once, and computes the prompt once."""
     prompt = [(7 * i * i + 3) % 101 for i in range(120)]

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from cbatch.errors import ModelNotFoundError, UnsupportedModelError
 from cbatch.models import config_facts, loader
+from cbatch.models import light_imports as light_imports_module
 from cbatch.models.comparison import DenseAttend, packed_logits
 from cbatch.models.decoder import Decoder
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
@@ -711,6 +713,51 @@ def test_models_that_load_at_once_leave_the_library_as_it_was():
     first_is_out.set()
     thread.join()
     assert docstrings.auto_class_docstring is before
+
+
+def test_what_is_kept_of_a_stand_in_is_as_good_as_the_module():
+    """A checkpoint's own config code is imported among the stand-ins. One that kept the activations could look them up
+    and no more: to walk over them was a KeyError, to add one a TypeError."""
+    script = """
+import sys
+from cbatch.models.light_imports import light_imports
+with light_imports():
+    from transformers.activations import ACT2FN as kept
+    assert "torch.distributed.tensor" not in sys.modules and "gelu" in kept
+from transformers.activations import ACT2FN
+assert kept is not ACT2FN
+kept.update(mine=1)
+assert list(kept) == list(ACT2FN) and len(kept) == len(ACT2FN) and ACT2FN.pop("mine") == 1
+assert kept.get("none") is None and type(kept["gelu"]) is type(ACT2FN["gelu"]) and len(kept.items()) == len(ACT2FN)
+"""
+    root = Path(loader.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_took_its_place_is_not_removed_with_the_stand_in(monkeypatch):
+    """Of two threads that saw the stand-in, the second removed what the first had imported by then: from then on there
+    were two modules of one name, or an import that failed."""
+    name, seen, go_on = "cbatch_stand_in", threading.Event(), threading.Event()
+
+    class Modules(dict):
+        def get(self, key, default=None):
+            found = super().get(key, default)
+            if key == name and threading.current_thread() is second:
+                seen.set()
+                go_on.wait(0.3)  # as long as it takes the first, if it may
+            return found
+
+    modules = Modules({name: light_imports_module._OnDemand(name, ("", object))})
+    monkeypatch.setattr(light_imports_module, "sys", SimpleNamespace(modules=modules))
+    second = threading.Thread(target=light_imports_module._remove, args=(name,))
+    second.start()
+    assert seen.wait(10)
+    light_imports_module._remove(name)
+    modules.setdefault(name, "the module")
+    go_on.set()
+    second.join()
+    assert modules[name] == "the module"
 
 
 def plain_tokenizer(folder, named):
