@@ -47,17 +47,23 @@ def light_imports() -> Iterator[None]:
 
 
 class _OnDemand(ModuleType):
-    """Stands for a module until something needs more of it than ``given``, which makes what the name says."""
+    """Stands for a module until something needs more of it than ``given``, which makes what the name says.
+
+    For the thread of the block alone: another one, which may import a model meanwhile, gets the module.
+    """
 
     def __init__(self, name: str, given: tuple[str, Callable[[], Any]]) -> None:
         super().__init__(name)
         self._given = given
+        self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for some
             raise AttributeError(name)
         given, make = self._given
-        return make() if name == given else getattr(_real(self.__name__), name)
+        if name == given and threading.get_ident() == self._thread:
+            return make()
+        return getattr(_real(self.__name__), name)
 
 
 def _real(name: str) -> Any:
@@ -72,7 +78,7 @@ def _remove(name: str) -> None:
 
 
 class _Names(MutableMapping[str, Any]):
-    """The mapping from a name to an activation, whole: a checkpoint's own code, or another thread's, may keep it."""
+    """The mapping from a name to an activation, whole: a checkpoint's own code may keep it."""
 
     def __len__(self) -> int:
         return len(_activations())

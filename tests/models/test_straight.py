@@ -735,6 +735,29 @@ assert kept.get("none") is None and type(kept["gelu"]) is type(ACT2FN["gelu"]) a
     assert done.returncode == 0, done.stderr
 
 
+def test_another_thread_gets_the_module_and_no_stand_in():
+    """A program that imported a model while an engine was loading left that model with the stand-in for good."""
+    script = """
+import sys, threading
+from cbatch.models.light_imports import light_imports
+kept = []
+def other():
+    from transformers.activations import ACT2FN
+    from transformers.video_utils import VideoMetadataType
+    kept.extend([ACT2FN, VideoMetadataType])
+with light_imports():
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+from transformers.activations import ACT2FN
+from transformers.video_utils import VideoMetadataType
+assert kept[0] is ACT2FN and kept[1] is VideoMetadataType
+"""
+    root = Path(loader.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_module_that_took_its_place_is_not_removed_with_the_stand_in(monkeypatch):
     """Of two threads that saw the stand-in, the second removed what the first had imported by then: from then on there
     were two modules of one name, or an import that failed."""
