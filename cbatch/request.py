@@ -201,11 +201,7 @@ class RequestHandle:
             with self._lock:
                 if ready():
                     return True
-                if getattr(running_processor, "on_end", None) == self._on_end:
-                    raise CBatchError(
-                        f"request {self.request_id}: a logits processor waits for it, while its engine waits for the "
-                        "processor"
-                    )
+                self._check_waiter()
                 waiter = threading.Lock()
                 waiter.acquire()
                 waiters.append(waiter)
@@ -215,6 +211,13 @@ class RequestHandle:
                     if waiter in waiters:
                         waiters.remove(waiter)
                     return ready()
+
+    def _check_waiter(self) -> None:
+        """Raise CBatchError in a logits processor of its own engine: what that waits for would never come."""
+        if getattr(running_processor, "on_end", None) == self._on_end:
+            raise CBatchError(
+                f"request {self.request_id}: a logits processor waits for it, while its engine waits for the processor"
+            )
 
     def _ready(self) -> bool:
         return self._num_read < len(self._token_ids) or self.finished
@@ -439,6 +442,7 @@ async def until_ready(handles: list[RequestHandle]) -> None:
 async def _until(is_so: Callable[[], bool], places: list[tuple[RequestHandle, list[Waiter]]]) -> None:
     """Suspend the task until it is so, and look when one of these handles wakes who waits in this list of its."""
     while not is_so():
+        places[0][0]._check_waiter()  # all are of one engine
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         entries = [(loop, waiter, handle) for handle, _ in places]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
@@ -295,6 +296,21 @@ def test_one_that_waits_for_its_own_engine_ends_its_own_request_alone(
     assert tokens(engine.submit([1], greedy(ask(other), max_tokens=3))) == [3, 5, 7]
     assert tokens(neighbour) == counted(41, 30)
     assert [tokens(handle) for handle in submitted] == [[51, 52, 53]] * 4
+
+
+@pytest.mark.parametrize("wait", ["aresult", "anext_chunk"])
+def test_one_that_awaits_its_own_engine_ends_its_own_request_alone(counting_engine: Start, wait: str) -> None:
+    """In an event loop of the function's own, nothing told it: all hung, where `result` was refused."""
+    engine = counting_engine()
+    neighbour = engine.submit([40, 41], SamplingParams(temperature=0.0, max_tokens=30))
+
+    def ask(ids: list[int], logits: Tensor) -> Tensor:
+        asyncio.run(getattr(engine.submit([50], greedy(max_tokens=3)), wait)())
+        return logits
+
+    with pytest.raises(CBatchError, match="a logits processor waits for it, while its engine waits for the processor"):
+        tokens(engine.submit([1], greedy(ask)))
+    assert tokens(neighbour) == counted(41, 30)
 
 
 @pytest.mark.parametrize("when", range(1, 6))
