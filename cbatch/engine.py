@@ -59,7 +59,7 @@ from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
 from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptRows, prompt_rows
 from cbatch.request import RequestHandle
-from cbatch.sampler import HELD, LOGPROBS, PROCESSED
+from cbatch.sampler import HELD, LOGPROBS
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import KVGroup, group_layers
 from cbatch.scheduler.pace import Pace
@@ -306,8 +306,8 @@ class Engine:
                 handle.metrics.num_preemptions = sequence.num_preemptions
                 if not sequence.num_preemptions:
                     handle.metrics.num_cached_tokens = sequence.num_cached_tokens
-            if sequence.flags & PROCESSED:
-                admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
+            if (upload := handle.upload) is not None:
+                admissions.append(Admission(slot, upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
     def sample(self, step: Step) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from cbatch.request import ParallelHandle, RequestHandle
 from cbatch.sampler import HELD, Encoded, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, and whether it was aborted
 
@@ -60,7 +63,7 @@ class Draft:
     stop_ids: tuple[int, ...]
     bad_word_ids: list[tuple[int, ...]]
     encoded: list[Encoded]
-    matchers: list[Any]
+    matchers: list[LLMatcher | None]
     texts: list[TextUntilStop | None]
 
     @property
@@ -175,7 +178,7 @@ class Intake:
         common = self._common(prompt, params, request_id, **options)
         return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
 
-    def _matcher(self, params: SamplingParams, request_id: str | None) -> Any:
+    def _matcher(self, params: SamplingParams, request_id: str | None) -> LLMatcher | None:
         if params.structured_outputs is None:
             return None
         return self._grammars.matcher(params.structured_outputs, named(request_id))
