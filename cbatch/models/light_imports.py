@@ -1,10 +1,9 @@
-"""Configs and tokenizers of transformers without the modelling stack, which takes 5 s to import. Knows no model.
+"""Imports transformers' configs and tokenizers without the modelling stack, which takes 5 s. Knows no model.
 
-Three things drag it in. Importing a config class writes its docstring, and for that looks into the mapping of all
-models, which imports generation, ``torch._dynamo`` and scikit-learn. Validators import the activations, to know their
-names, and with them ``torch.distributed.tensor`` and sympy. And they import what reads images and videos, for two
-types, and with it torchvision where that is installed, and so ``torch._dynamo`` again. None of it changes what a config
-holds.
+Three imports pull the stack in. A config class writes its docstring, which reads the mapping of all models, and so
+imports generation, ``torch._dynamo`` and scikit-learn. Validators import the activations for their names, and so
+``torch.distributed.tensor`` and sympy. Validators also import the image and video utilities for two types, and so
+torchvision, if installed, and ``torch._dynamo``. None of this changes a config's values.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-_lock = threading.RLock()  # of two threads whose turns overlap, the second would put back what the first had put there
+_lock = threading.RLock()  # overlapping blocks of two threads would restore each other's stubs
 
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Imports inside the block are faster: config classes keep their source's docstring, some modules load on demand.
+    """Within the block, config classes keep their source's docstring, and some modules are loaded on demand.
 
-    Nothing else changes, and what imports those modules afterwards gets them. With a release of transformers that
-    lacks these places, imports are as slow as ever.
+    Later imports get the real modules. A release of transformers without these hooks is imported as slowly as usual.
     """
-    import transformers.utils  # noqa: F401  # so that the module below is there
+    import transformers.utils  # noqa: F401  # loads the module below
 
     with _lock:
         docstrings: Any = sys.modules.get("transformers.utils.auto_docstring")
@@ -47,14 +45,14 @@ def light_imports() -> Iterator[None]:
 
 
 class _OnDemand(ModuleType):
-    """Stands for a module until something needs more of it than ``given``, which makes what the name says."""
+    """A stub of a module: makes the attribute ``given`` itself, and imports the module for any other."""
 
     def __init__(self, name: str, given: tuple[str, Callable[[], Any]]) -> None:
         super().__init__(name)
         self._given = given
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system asks for some
+        if name.startswith("__"):  # the import system looks for some
             raise AttributeError(name)
         given, make = self._given
         return make() if name == given else getattr(_real(self.__name__), name)
@@ -67,7 +65,7 @@ def _real(name: str) -> Any:
 
 
 class _Names:
-    """The mapping from a name to an activation, as far as validators ask: what is in it."""
+    """The mapping of names to activations, which loads them at the first access."""
 
     def __len__(self) -> int:
         return len(_activations())
@@ -92,7 +90,7 @@ def _resampling() -> Any:
     return Resampling
 
 
-_GIVEN: dict[str, tuple[str, Callable[[], Any]]] = {  # what validators import of each
+_GIVEN: dict[str, tuple[str, Callable[[], Any]]] = {  # module -> the name that validators import, and its value
     "transformers.activations": ("ACT2FN", _Names),
     "transformers.image_utils": ("PILImageResampling", _resampling),
     "transformers.video_utils": ("VideoMetadataType", lambda: Any),  # an annotation
