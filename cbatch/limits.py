@@ -36,9 +36,9 @@ class Limits:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
-        who, vocab_size = named(request_id), self.vocab_size
+        req, vocab_size = named(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
-            raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
+            raise InvalidRequestError(f"{req}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
             if not isinstance(prompt_token_ids, Sized):
                 prompt_token_ids = list(itertools.islice(prompt_token_ids, self.max_model_len + 1))  # maybe endless
@@ -50,12 +50,12 @@ class Limits:
         except PromptTooLongError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
+            raise InvalidRequestError(f"{req}: the prompt is no list of token ids: {error}") from None
         if prompt.ndim != 1:
             what = f"has {prompt.ndim} dimensions" if prompt.ndim else f"is a {type(prompt_token_ids).__name__}"
-            raise InvalidRequestError(f"{who}: the prompt {what}, but must be a flat list of token ids")
+            raise InvalidRequestError(f"{req}: the prompt {what}, but must be a flat list of token ids")
         if prompt.size == 0:
-            raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
+            raise InvalidRequestError(f"{req}: the prompt is empty; at least one token is needed")
         integers = prompt.dtype.kind in "iu"
         low, high = (int(prompt.min()), int(prompt.max())) if integers else (0, 0)
         # numpy turns bools among integers into 0 and 1, so only a list with one of these needs a look at its types.
@@ -63,13 +63,13 @@ class Limits:
             odd = {t for t in set(map(type, prompt_token_ids)) if t is bool or not issubclass(t, (int, np.integer))}
             if odd:
                 first = next(token for token in prompt_token_ids if type(token) in odd)
-                raise InvalidRequestError(f"{who}: token ids must be integers, not {short(first)}")
+                raise InvalidRequestError(f"{req}: token ids must be integers, not {short(first)}")
             if not integers:  # beyond 64 bits: numpy made an array of objects or floats
                 low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise InvalidRequestError(
-                f"{who}: token id {short(bad)} is out of range; the vocabulary has {vocab_size} tokens"
+                f"{req}: token id {short(bad)} is out of range; the vocabulary has {vocab_size} tokens"
             )
         return prompt.astype(np.int32)
 
@@ -129,40 +129,40 @@ class Limits:
 
         ``bad_words``: each word's token sequences. ``stop_ids``: all tokens that end an answer, the model's included.
         """
-        who = named(request_id)
+        req = named(request_id)
         for word, sequences in bad_words.items():
             if not sequences:
                 hint = "; white space alone has no word in it, but logit_bias can push its tokens down"
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
+                    f"{req}: bad_words has {short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
                 )
             if (token := max(map(max, sequences))) >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
+                    f"{req}: bad_words has {short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
                 )
             if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, which is {longest} tokens, but the limit is "
+                    f"{req}: bad_words has {short(word)}, which is {longest} tokens, but the limit is "
                     f"{MAX_BAD_WORD_LEN}"
                 )
         bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
         if len(bad) > MAX_BAD_WORDS:
             raise InvalidRequestError(
-                f"{who}: bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
+                f"{req}: bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
                 f"limit is {MAX_BAD_WORDS}"
             )
         banned = set(stop_ids) if params.min_tokens else set()
         if (count := len(banned | dict(params.logit_bias).keys())) > MAX_BIASES:
             raise InvalidRequestError(
-                f"{who}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
+                f"{req}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
                 f"the limit is {MAX_BIASES}"
             )
         if len(banned) + len(bad) >= min(self.vocab_size, len(params.allowed_token_ids or range(self.vocab_size))):
-            self._leave_a_token(params, bad, set(stop_ids), who)
+            self._leave_a_token(params, bad, set(stop_ids), req)
         return bad
 
     def _leave_a_token(
-        self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int], who: str
+        self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int], req: str
     ) -> None:
         """Check that every answer so far has an allowed next token: logits that are all -inf would yield one anyhow.
 
@@ -184,7 +184,7 @@ class Limits:
                 continue
             what = f"the vocabulary has {self.vocab_size}" if ids is None else f"allowed_token_ids has {len(ids)}"
             behind = f" behind {list(before)}" if before else ""
-            raise InvalidRequestError(f"{who}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
+            raise InvalidRequestError(f"{req}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams, request_id: str | None) -> int:
         """Total length in tokens at which the request ends."""
@@ -220,14 +220,14 @@ class Limits:
 
     def priority(self, priority: int, request_id: str | None) -> int:
         """A request's priority as a plain int; other than 0 it needs the policy ``"priority"``."""
-        who = named(request_id)
+        req = named(request_id)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not whole or abs(int(priority)) > MAX_PRIORITY:  # numpy's least int64 has itself for absolute value
             raise InvalidRequestError(
-                f"{who}: priority is {short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                f"{req}: priority is {short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         if priority and self.policy != "priority":
-            raise InvalidRequestError(f"{who}: priority is {priority}, but scheduling_policy is {self.policy!r}")
+            raise InvalidRequestError(f"{req}: priority is {priority}, but scheduling_policy is {self.policy!r}")
         return int(priority)
 
     def cache_salt(self, salt: str | None, request_id: str | None) -> bytes:
