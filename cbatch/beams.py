@@ -140,8 +140,8 @@ class Beams:
         return landed, logprobs.of(others), over
 
     def note_step(self) -> None:
-        """Another step is to be planned. Beams that have landed may hold what others of their search wait for, while
-        who decodes beside them leaves nothing free, and may do so for long: they make room then.
+        """Call before each plan. Landed beams may hold the blocks that other beams of their search wait for, while
+        other requests decode and leave none free for long; then the landed ones make room.
         """
         self._num_steps_without += 1
         if self._num_steps_without > _PATIENCE:

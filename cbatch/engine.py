@@ -184,13 +184,13 @@ class Engine:
         begin = time.perf_counter()
         config = EngineConfig.from_options(options)
         if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
-            # The caller may train it beside the engine, and nobody would say that the cache is stale.
+            # The caller may train it beside the engine, which would make the cache stale without a sign.
             config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
         loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
         try:
             engine = cls(loaded, config, tokenizer)
-        except BaseException as error:  # whose frames hold weights that nobody else has
+        except BaseException as error:  # its frames hold the last references to the weights
             del loaded
             _forget_frames(error)
             raise
