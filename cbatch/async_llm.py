@@ -1,4 +1,4 @@
-"""The door for servers: streams of outputs in an event loop, aborted when nobody listens. Knows no device or batch."""
+"""The API for servers: asynchronous streams of outputs; leaving a stream aborts it. Knows no device or batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from cbatch.tokenizer import is_busy
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LONG_TEXT = 5_000  # characters: some 5 ms of tokenising, which may hold up the loop; longer goes to a thread
-_MANY_ANSWERS = 10  # some 0.1 ms each with stop strings
+_LONG_TEXT = 5_000  # characters, some 5 ms of tokenising; longer texts go to a thread, so as not to block the loop
+_MANY_ANSWERS = 10  # at some 0.1 ms each with stop strings; more go to a thread
 
 
 @dataclass(slots=True, eq=False)
 class _Drafting:
-    """A request that is still drafted."""
+    """A request whose draft is being made."""
 
     request_id: str | None
     is_aborted: bool = False
@@ -41,7 +41,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
         self.engine = Engine.from_model(model, tokenizer, **engine_options)
-        self._drafting: set[_Drafting] = set()  # what has begun, and the engine does not know yet
+        self._drafting: set[_Drafting] = set()  # requests that have not reached the engine yet
         weakref.finalize(self, Engine.close_soon, self.engine)
 
     def generate(
@@ -55,24 +55,23 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams one answer, or ``n``.
 
-        Yields outputs as they come: each with everything so far, or with what is new, or only the last one, as
-        ``sampling_params.output_kind`` says. Of ``n`` answers, it has all, or those with something new. A slow
-        consumer finds several tokens in one output and holds up nobody.
-        Leaving early (``break``, cancellation, ``aclose``) aborts the request.
+        ``sampling_params.output_kind`` chooses what each output holds: everything so far, or what is new (of ``n``
+        answers, those with new tokens); or one output comes at the end. A slow consumer gets several tokens in one
+        output and delays no other. Leaving early (``break``, cancellation, ``aclose``) aborts the request.
 
         Args:
             prompt: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A dict may
                 have a ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
-            sampling_params: None: what the model's generation_config asks for.
-            request_id: a name for ``abort``; it must not be that of a running request. None: one is made up.
+            sampling_params: None: the model's generation_config.
+            request_id: a name for ``abort``, which no running request has. None: the engine chooses one.
             priority: with ``scheduling_policy="priority"``, the smaller goes first.
-            timeout_s: if it has not ended by then, its last output says ``"timeout"``.
+            timeout_s: if the request still runs after this time, its last output says ``"timeout"``.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served. A prompt of no known form is refused at
-                once, the rest by the first step of the iteration.
-            EngineOverloadedError: ``max_queue_size`` wait already; raised by the first step of the iteration.
-            CBatchError: a logits processor of yours failed, or parameters left no token to go on with.
+            InvalidRequestError: the prompt or a parameter cannot be served. The call refuses a prompt of no known form,
+                the first step of the iteration everything else.
+            EngineOverloadedError: ``max_queue_size`` requests wait already; raised by the first step of the iteration.
+            CBatchError: a logits processor failed, or the parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)
@@ -98,11 +97,9 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``, as its template writes it.
+        """``generate`` for one conversation, a list of ``{"role": ..., "content": ...}``. Arguments: see ``LLM.chat``.
 
-        Arguments as for ``LLM.chat``.
-
-        What is no conversation is refused at once, one that the template refuses by the first step of the iteration.
+        The call refuses what is no conversation; the first step of the iteration raises what the template refuses.
         """
         check_conversation(messages)
         tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
@@ -159,12 +156,12 @@ class AsyncLLM:
         return self.engine.is_healthy
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
+        """The tokenizer of prompts and answers, or None."""
         tokenizer: PreTrainedTokenizerBase | None = self.engine.tokenizer
         return tokenizer
 
     def stats(self) -> dict[str, Any]:
-        """What the engine is doing; see ``Engine.stats``."""
+        """See ``Engine.stats``."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -172,7 +169,7 @@ class AsyncLLM:
         self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Ends the engine: running streams raise ``EngineClosedError``, and its memory is given back. Waits."""
+        """Ends the engine: running streams raise ``EngineClosedError``, and its memory is freed. Waits."""
         self.engine.close()
 
     async def __aenter__(self) -> Self:
@@ -183,7 +180,7 @@ class AsyncLLM:
 
     @contextmanager
     def _draft_of(self, request_id: str | None) -> Iterator[_Drafting]:
-        """Inside, an abort by this id is noted."""
+        """Within the block, ``abort`` of this id sets ``is_aborted``."""
         drafting = _Drafting(request_id)
         self._drafting.add(drafting)
         try:
@@ -199,7 +196,7 @@ class AsyncLLM:
         request_id: str | None,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The one generator behind all: closing it runs its ``finally`` at once."""
+        """The generator behind ``generate`` and ``chat``; closing it runs its ``finally`` at once."""
 
         def draft() -> tuple[str | None, list[int], Draft]:
             text, token_ids = encode()
@@ -208,7 +205,7 @@ class AsyncLLM:
         slow = num_chars > _LONG_TEXT or is_busy(self.engine.tokenizer) or _takes_a_while(params)
         with self._draft_of(request_id) as drafting:
             text, token_ids, drafted = await asyncio.to_thread(draft) if slow else draft()
-        handle = self.engine.enter(drafted, request_id)  # nothing is awaited between here and the `try`
+        handle = self.engine.enter(drafted, request_id)  # no await before the `try`: a cancellation must abort it
         try:
             if drafting.is_aborted:
                 handle.abort()
@@ -221,17 +218,17 @@ class AsyncLLM:
             of_prompt, finished = None, False
             while not finished:
                 chunks = await handle.anext_chunks()
-                if of_prompt is None and handle.params.prompt_logprobs is not None:  # making them may take a while
+                if of_prompt is None and handle.params.prompt_logprobs is not None:  # some 10 µs a token
                     of_prompt = await asyncio.to_thread(handle.readable_prompt_logprobs)
                 output = maker.add(chunks, handle.metrics, of_prompt)
-                finished = output.finished  # the consumer may change what it gets
+                finished = output.finished  # read before the consumer can change it
                 yield output
         finally:
             handle.abort()  # nothing happens if it has ended
 
 
 def _takes_a_while(params: SamplingParams | None) -> bool:
-    """Whether a request with these takes milliseconds to draft, for which the loop would stand still."""
+    """Whether drafting takes milliseconds, which would block the loop."""
     if not isinstance(params, SamplingParams):
         return False
     if params.structured_outputs or params.bad_words or params.allowed_token_ids or params.n > _MANY_ANSWERS:

@@ -26,6 +26,7 @@ from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.plan import Landed
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.scheduler.sequence import Sequence, Status
+from cbatch.tokenizer import decode
 
 # The sampled token is ignored: the search chooses by the log-probabilities that land with it.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
@@ -35,6 +36,8 @@ _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 class BeamHandle(WholeHandle):
     """A beam search: wait for its ``result``, or abort it. All its answers come at its end."""
+
+    sequence: Sequence  # kept after the end, unlike other requests': the search still uses it
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class BeamHandle(WholeHandle):
             detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
             text = detokenizer.push(found.token_ids, found.finish_reason)
             if found.finish_reason == "stop" and self.beam_params.include_stop_str_in_output:
-                text += self._tokenizer.decode(found.token_ids[-1:], skip_special_tokens=False)
+                text += decode(self._tokenizer, found.token_ids[-1:])
         answer = CompletionOutput(index, text, found.token_ids.copy(), found.finish_reason)
         answer.cumulative_logprob, answer.score = found.logprob, found.score
         return answer
@@ -135,8 +138,8 @@ class Beams:
         return landed, logprobs.of(others), over
 
     def note_step(self) -> None:
-        """Another step is to be planned. Beams that have landed may hold what others of their search wait for, while
-        who decodes or searches beside them leaves nothing free, and may do so for long: they make room then.
+        """Call before each plan. Landed beams may hold the blocks that other beams of their search wait for, while
+        other requests or searches leave none free for long; then the landed ones make room.
         """
         for group in self._groups.values():
             group.num_steps_without += 1

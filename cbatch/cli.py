@@ -97,7 +97,7 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             sys.stderr.flush()
             os._exit(130)
         except OSError as error:
-            if not isinstance(error, BrokenPipeError):  # as of `cbatch generate ... | head`, where nobody reads on
+            if not isinstance(error, BrokenPipeError):  # as from `cbatch generate ... | head`
                 err.print(Text.assemble(("cbatch:", "red"), f" {error}"), soft_wrap=True)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
             raise typer.Exit(1) from None
@@ -122,7 +122,7 @@ def _main(
     ] = False,
 ) -> None:
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started us
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # a byte that is no text, or text of no such byte, ends nothing

@@ -1,4 +1,4 @@
-"""What an engine is built from: options as the user wrote them, and ``resolve``, which makes a new object of facts."""
+"""The engine's options: checks them, and ``resolve`` fills in the defaults that depend on model and device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch dtype of a name or itself; None for ``"auto"``, whose meaning the model knows.
+    """The torch dtype of a name or dtype; None for ``"auto"``, which depends on the model.
 
     Raises:
-        ConfigError: another name, or a dtype that no model computes in.
+        ConfigError: any other name or dtype.
     """
     if isinstance(dtype, str) and dtype == "auto":
         return None
@@ -39,10 +39,10 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """The torch device of a name; whether there is such a device, ``find_device`` knows.
+    """The torch device of a name. ``find_device`` checks that it exists.
 
     Raises:
-        ConfigError: no name of a device, or one of a kind that cbatch does not run on.
+        ConfigError: not the name of a device, or of a kind that cbatch does not run on.
     """
     if isinstance(device, (str, torch.device)):
         with suppress(RuntimeError):
@@ -54,7 +54,7 @@ def parse_device(device: str | torch.device) -> torch.device:
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
-    """Where to load a model: the device asked for; None: the GPU if there is one, else the CPU.
+    """The device to load a model on; None: the GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: there is no such device.
@@ -69,8 +69,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return parsed
 
 
-# Least and most of each count. The most is beyond any use; it is there so that a slip of the finger is an error of one
-# line, and not an allocation that ends the process.
+# Least and most of each count. The most is beyond any use, and turns a typing error into a one-line error instead of an
+# allocation that ends the process.
 _RANGES = {
     "max_model_len": (2, 2**31 - 1),
     "max_num_seqs": (1, 2**16),
@@ -83,7 +83,7 @@ _RANGES = {
 
 
 def _is_a(kind: type, value: object) -> bool:
-    """Whether it is a number of the kind: numpy's are, which are kept as plain ones; a bool is none."""
+    """Whether it is a number of the kind. numpy's numbers are, a bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -92,39 +92,39 @@ class EngineConfig:
     """Options of an engine, with vLLM's names where it has them.
 
     Args:
-        max_model_len: longest sequence, prompt and output together; None: what the model can take.
+        max_model_len: longest sequence, prompt and output together; None: the model's limit.
         max_num_seqs: most requests that run at once.
         max_num_batched_tokens: most tokens of one step, over all requests; at least ``max_num_seqs``. None: 8192 on a
             GPU, on the CPU 256, so that no step takes seconds.
         block_size: tokens of one KV block.
-        num_blocks: blocks of the KV pool, one of them the dummy; None: what ``gpu_memory_utilization`` leaves room for.
-        gpu_memory_utilization: share of the card's total memory that weights, activations and KV may take together.
-            On the CPU: the same share of a quarter of the memory that is free.
+        num_blocks: blocks of the KV pool, one of them the dummy; None: as many as ``gpu_memory_utilization`` allows.
+        gpu_memory_utilization: share of the card's total memory for weights, activations and KV together. On the CPU:
+            share of a quarter of the free memory, for KV.
         schedule: ``"async"`` plans the next step while one computes; ``"sync"`` waits for each.
-        enable_prefix_caching: keep the keys and values of past requests while their blocks are not needed, and take
-            them over where a prompt begins with the same tokens. None: yes, unless the model is a module that you
-            handed in, whose weights you may change (``Engine.reset_prefix_cache`` forgets what old weights have made).
-        max_queue_size: most answers that may wait to start; one request more is refused with ``EngineOverloadedError``.
-            None: any number.
-        swap_space: GiB of host memory for what was computed of preempted requests, which is copied there and back where
-            that takes less time than to compute it again; pinned on a GPU, 0: none.
-        itl_target_ms: what a step may take while requests decode: the chunks of prompts in it are sized by what steps
-            have taken so far, at least 32 tokens. None: they are as large as ``max_num_batched_tokens`` allows.
-        scheduling_policy: who starts first: ``"fcfs"``, by arrival; ``"priority"``, those whose ``priority`` is the
-            smaller number, before which others may be displaced; ``"longest_prefix"``, of the next 64 the one of which
-            most is cached.
+        enable_prefix_caching: keep the keys and values of past requests while their blocks are not needed, and reuse
+            them for prompts that begin with the same tokens. None: yes, unless you pass the model as a module, whose
+            weights you may change (``Engine.reset_prefix_cache`` drops what old weights computed).
+        max_queue_size: most answers that may wait to start; further requests are refused with
+            ``EngineOverloadedError``. None: any number.
+        swap_space: GiB of host memory, pinned with a GPU, for the KV of preempted requests, which is copied there and
+            back if that is faster than to compute it again. 0: none.
+        itl_target_ms: target time of a step while requests decode: prompt chunks, of at least 32 tokens, are sized for
+            it from the times of earlier steps. None: they are as large as ``max_num_batched_tokens`` allows.
+        scheduling_policy: the order in which requests start: ``"fcfs"``, by arrival; ``"priority"``, the smaller
+            ``priority`` first, which may preempt others; ``"longest_prefix"``, of the next 64 the one with the most
+            cached tokens.
         depth: steps in flight, 2 or more with ``"async"``; None: 2, and 1 with ``"sync"``.
         attention: kernels; ``"auto"`` is Triton on CUDA and torch elsewhere. An explicit choice never falls back.
         model_impl: ``"decoder"`` is our own, with fused copies of the weights; ``"transformers"`` the model's own code
             around shared weights. ``"auto"``: the decoder for a model given by name if it covers it, else transformers.
         enforce_eager: launch each kernel from Python instead of replaying CUDA graphs. Steps run eagerly in any case on
             the CPU, with ``attention="torch"``, and for a model whose forward waits for values from the device.
-        seed: seeds the requests that bring no seed of their own.
+        seed: seeds requests that have no seed.
         device, dtype, load_format, trust_remote_code: how a model given by name is loaded. ``device`` is ``"cpu"``,
             ``"cuda"`` or ``"cuda:N"``; None: the GPU if there is one.
 
     Raises:
-        ConfigError: an option out of its range, or two that contradict each other.
+        ConfigError: an option is out of range, or two contradict each other.
     """
 
     device: str | None = None
@@ -212,7 +212,7 @@ class EngineConfig:
     def resolve(self, model_max_len: int, device: torch.device) -> EngineConfig:
         """Fill in what depends on the model and the device, all but ``num_blocks``.
 
-        Raises ConfigError where an option is beyond what the model takes, or a step holds.
+        Raises ConfigError if an option exceeds the model's limit, or a step's.
         """
         if self.max_model_len is not None and self.max_model_len > model_max_len:
             raise ConfigError(f"max_model_len is {self.max_model_len}, but the model takes at most {model_max_len}")

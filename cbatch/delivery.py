@@ -1,4 +1,4 @@
-"""Owns the thread that hands results to their consumers, so that the loop never waits for a consumer."""
+"""Owns the thread that delivers results, so that the engine's loop never waits for a consumer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from cbatch.streams import THREAD_PREFIX
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Results:
-    """What a landed step has for the consumers."""
+    """A landed step's results for consumers."""
 
     landed: Landed
     logprobs: Logprobs | None  # of the landed tokens
     prompts: Iterable[tuple[PromptLogprobs, NDArray[np.int32]]]  # with the records of a part of the prompt
-    beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # searches that are over, and what they found
+    beams: Iterable[tuple[BeamHandle, list[Hypothesis]]]  # finished searches, with their answers
     failed: Iterable[tuple[RequestHandle, CBatchError]]  # requests whose tokens in ``landed`` do not count
 
 
 class Delivery:
-    """``put`` returns at once; a thread of its own hands the results out, in order."""
+    """``put`` returns at once; its thread delivers results in order."""
 
     def __init__(self, vocab_size: int, failed: Callable[[BaseException], None]) -> None:
-        """``failed`` is called if an exception ends the thread: no consumer would get anything any more."""
+        """``failed`` is called if an exception ends the thread, which would leave all consumers waiting."""
         self._vocab_size, self._failed = vocab_size, failed
         self._outbox: queue.SimpleQueue[tuple[Results, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
@@ -48,7 +48,7 @@ class Delivery:
         self._outbox.put((results, time.monotonic()))
 
     def close(self) -> None:
-        """Wait until all has been handed out."""
+        """Wait until everything has been delivered."""
         self._outbox.put(None)
         self._thread.join()
 
@@ -64,7 +64,7 @@ class Delivery:
             wakers.flush()
 
     def _next_batch(self, wakers: Wakers) -> tuple[Results, float] | None:
-        """Wait for the next results, and meanwhile wake the consumers whose turn it is."""
+        """Wait for the next results, and meanwhile wake consumers at ``Wakers``' rate."""
         while True:
             try:
                 return self._outbox.get(timeout=0.004 if wakers.threads else None)
@@ -72,7 +72,7 @@ class Delivery:
                 wakers.wake()
 
     def _push(self, results: Results, now: float, wakers: Wakers) -> None:
-        for owner, records in results.prompts:  # before the first token, whose reader wants them
+        for owner, records in results.prompts:  # first: they must be there when the first token is read
             owner.add(records)
         for search, found in results.beams:
             search.finish(found, now, wakers)
@@ -88,7 +88,7 @@ class Delivery:
                 count = min(1 + wanted, 1 + self._vocab_size)
                 own = ids[row, :count].tolist(), values[row, :count].tolist(), int(ranks[row])
             if finish := ends.get(id(sequence)):
-                # vLLM's rule: an entry of stop_token_ids is the stop reason, the model's end of sequence is none.
+                # vLLM's rule: stop_reason is the entry of stop_token_ids, and None for the model's end of sequence.
                 reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
                 handle.push(token, now, finish.reason, reason, wakers, own)
             else:

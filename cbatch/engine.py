@@ -59,7 +59,7 @@ from cbatch.models.resolve import resolve_model
 from cbatch.precompile import precompile
 from cbatch.prompt_logprobs import MAX_PROMPT_LOGITS, PromptRows, prompt_rows
 from cbatch.request import RequestHandle
-from cbatch.sampler import HELD, LOGPROBS, PROCESSED
+from cbatch.sampler import HELD, LOGPROBS
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.kv_spec import KVGroup, group_layers
 from cbatch.scheduler.pace import Pace
@@ -184,13 +184,13 @@ class Engine:
         begin = time.perf_counter()
         config = EngineConfig.from_options(options)
         if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
-            # The caller may train it beside the engine, and nobody would say that the cache is stale.
+            # The caller may train it beside the engine, which would make the cache stale without a sign.
             config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
         loaded, tokenizer = resolve_model(model, tokenizer, config)
         seconds = time.perf_counter() - begin
         try:
             engine = cls(loaded, config, tokenizer)
-        except BaseException as error:  # whose frames hold weights that nobody else has
+        except BaseException as error:  # its frames hold the last references to the weights
             del loaded
             _forget_frames(error)
             raise
@@ -306,8 +306,8 @@ class Engine:
                 handle.metrics.num_preemptions = sequence.num_preemptions
                 if not sequence.num_preemptions:
                     handle.metrics.num_cached_tokens = sequence.num_cached_tokens
-            if sequence.flags & PROCESSED:
-                admissions.append(Admission(slot, handle.upload, sequence.token_ids, sequence.num_prompt_tokens))
+            if (upload := handle.upload) is not None:
+                admissions.append(Admission(slot, upload, sequence.token_ids, sequence.num_prompt_tokens))
         return admissions
 
     def sample(self, step: Step) -> None:

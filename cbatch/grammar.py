@@ -1,7 +1,7 @@
-"""Makes grammars of what a request's structured output must be, through llguidance. Knows no engine, step or tensor.
+"""Compiles structured-output parameters to grammars, through llguidance. Knows no engine, step or tensor.
 
-Nothing of a grammar is computed beforehand: llguidance walks the tokens of the vocabulary as it needs them. So one is
-made in about a millisecond, and a mask takes a few µs, in Rust and without the interpreter lock.
+llguidance computes masks lazily, by walking the vocabulary: a grammar takes about a millisecond to compile and a mask
+a few µs, in Rust and without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,63 +23,57 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
-_MAX_MESSAGE = 500  # characters of llguidance's own; it quotes lines of the grammar, which may be long
-# The last line of a grammar of the user's own, which goes before what he has set. Where one text alone can come,
-# llguidance would look for all of it at once, and behind a rule such as `a: /x+/ a` that is for ever: it would neither
-# return nor end with the request. JSON, expressions and choices have no such rules.
+_MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of the grammar, which may be long
+# Appended to a user's grammar; the last setting wins. If only one text can follow, llguidance computes all of it at
+# once, which never ends for a rule such as `a: /x+/ a`. JSON, regexes and choices have no such rules.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class Grammars:
-    """The grammars over one tokenizer, cached by what they say. Any thread may ask for one."""
+    """The grammars over one tokenizer, cached by their parameters. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
+        self.num_words = 0  # int32 words of each mask that ``fill`` writes, once the vocabulary has been read
+        self._executor: LLExecutor
         self._limits: LLParserLimits
         self._specials: frozenset[int] = frozenset()
 
-    @property
-    def num_words(self) -> int:
-        """int32 words of a mask that ``fill`` writes."""
-        assert self._vocabulary is not None
-        return -(-self._vocabulary.vocab_size // 32)
+    def matcher(self, asked: StructuredOutputsParams, label: str) -> LLMatcher:
+        """A grammar's initial state, for one answer to advance.
 
-    def matcher(self, asked: StructuredOutputsParams, who: str) -> LLMatcher:
-        """The beginning of a grammar, for one answer to advance.
-
-        Compiles it if it is new, which takes milliseconds, or seconds for a huge one; the first of an engine reads the
-        vocabulary too, which takes some 0.2 s.
+        Compiles a new grammar, which takes milliseconds, or seconds if it is huge. The first call also reads the
+        vocabulary, which takes some 0.2 s.
 
         Raises:
-            InvalidRequestError: no such grammar, or none over this tokenizer; ``who`` is the request.
+            InvalidRequestError: the grammar or the tokenizer cannot be used; ``label`` names the request.
         """
         try:
             import llguidance
         except ImportError as error:
             raise InvalidRequestError(
-                f"{who}: structured_outputs needs llguidance ({error}): pip install cbatch[grammar]"
+                f"{label}: structured_outputs needs llguidance ({error}): pip install cbatch[grammar]"
             ) from None
         with self._lock:
-            vocabulary = self._read_vocabulary(who)
+            vocabulary = self._read_vocabulary(label)
             if (start := self._cache.get(asked)) is not None:
                 self._cache.move_to_end(asked)
                 return start.deep_copy()
         try:
             text = _source(asked)
         except ValueError as error:
-            raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
+            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
         try:
-            if not start.is_error():  # a grammar of no text at all is found out here
+            if not start.is_error():  # a first mask shows whether the grammar allows any text
                 self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
             if start.is_error():
                 raise ValueError(first_lines(start.get_error()))
         except ValueError as error:
-            raise InvalidRequestError(f"{who}: {_name(asked)}: {error}") from None
+            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
         with self._lock:
             self._cache[asked] = start
             if len(self._cache) > _MAX_CACHED:
@@ -87,12 +81,12 @@ class Grammars:
         return start.deep_copy()
 
     def fill(self, matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
-        """The tokens that may come next, for each in the row of its number: bit i % 32 of word i // 32 for token i.
+        """Write each matcher's allowed tokens into its row of ``masks [rows, num_words]``.
 
-        Several rows of ``masks [rows, num_words]`` are made at once, by threads of llguidance's own.
+        Token i is bit i % 32 of word i // 32. llguidance's own threads fill several rows at once.
         """
         assert masks.flags.c_contiguous and masks.shape[1] == self.num_words
-        assert self._executor is not None and all(row < len(masks) for _, row in matchers)
+        assert all(row < len(masks) for _, row in matchers)
         if len(matchers) == 1:
             ((matcher, row),) = matchers
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
@@ -100,11 +94,11 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
     def spell_out(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
-        """Where a text that must come is that of a special token, put a token that spells it into ``mask [num_words]``.
+        """If ``mask [num_words]`` forces a special token for its text, force the first token that spells it instead.
 
-        llguidance has the tokenizer encode such a text, and forces what it finds: the special token, of which it holds
-        afterwards, rightly, that it is no text. An end of sequence would end the answer there. Not for a grammar of the
-        user's own, where nothing is forced.
+        If one text alone can follow, llguidance forces the tokenizer's encoding of it. That may be a special token,
+        which the grammar then rejects as no text; an end of sequence would end the answer. Not for a user's grammar,
+        where nothing is forced.
         """
         if np.count_nonzero(mask) != 1:
             return
@@ -113,7 +107,7 @@ class Grammars:
         token = 32 * index + word.bit_length() - 1
         if word & (word - 1) or token not in self._specials or matcher.is_accepting():
             return
-        if matcher.validate_tokens([token]):  # it is in the grammar as itself
+        if matcher.validate_tokens([token]):  # the grammar names the special token
             return
         text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
         assert self._vocabulary is not None
@@ -121,28 +115,29 @@ class Grammars:
             mask[index] = 0
             mask[spelled[0] // 32] = np.uint32(1 << spelled[0] % 32).view(np.int32)
 
-    def _read_vocabulary(self, who: str) -> LLTokenizer:
+    def _read_vocabulary(self, label: str) -> LLTokenizer:
         if self._vocabulary is None:
             import llguidance
 
             fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
             if not hasattr(fast, "to_str"):
                 found = "there is none" if self._tokenizer is None else f"this is a {type(self._tokenizer).__name__}"
-                raise InvalidRequestError(f"{who}: structured_outputs needs a fast tokenizer, but {found}")
+                raise InvalidRequestError(f"{label}: structured_outputs needs a fast tokenizer, but {found}")
             if not self._eos_token_ids:
                 raise InvalidRequestError(
-                    f"{who}: structured_outputs needs an end-of-sequence token to end with, but the model has none"
+                    f"{label}: structured_outputs needs an end-of-sequence token to end with, but the model has none"
                 )
             with lock_of(self._tokenizer):
                 text, ids = fast.to_str(), fast.get_vocab(with_added_tokens=True).values()
-            # Models have more tokens than their tokenizer, for the sake of alignment; some tokenizers have more.
+            # Models often pad the vocabulary for alignment; some tokenizers have more tokens than their model.
             num_tokens = max(self._vocab_size, max(ids) + 1)
             try:
                 self._vocabulary = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=self._eos_token_ids)
-            except Exception as error:  # of a kind of tokenizer that it does not know
+            except Exception as error:  # llguidance does not know this kind of tokenizer
                 raise InvalidRequestError(
-                    f"{who}: structured_outputs cannot be had with this tokenizer: {error}"
+                    f"{label}: structured_outputs cannot be had with this tokenizer: {error}"
                 ) from error
+            self.num_words = -(-self._vocabulary.vocab_size // 32)
             self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()
             self._limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -150,7 +145,7 @@ class Grammars:
 
 
 def _source(asked: StructuredOutputsParams) -> str:
-    """As llguidance reads it. Raises ValueError for what is seen to be wrong so early."""
+    """llguidance's grammar source. Raises ValueError for errors that show before it is compiled."""
     import llguidance
 
     if asked.json is not None or asked.json_object:
@@ -163,8 +158,8 @@ def _source(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        # One terminal, since a parser would look at each text in every row, and takes 2,000; and in ASCII, since its
-        # reader refuses a raw DEL.
+        # One terminal, since the parser tries each alternative of a rule in every row, and takes at most 2,000. JSON's
+        # ASCII, since the grammar reader refuses a raw DEL.
         texts = " | ".join(map(json.dumps, asked.choice))
         return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     assert asked.grammar is not None
@@ -172,7 +167,7 @@ def _source(asked: StructuredOutputsParams) -> str:
 
 
 def _name(asked: StructuredOutputsParams) -> str:
-    """Which of its fields it has, and the beginning of that; and its pattern, which may be what is wrong."""
+    """The field that is set, with the beginning of its value and any ``whitespace_pattern``, for an error."""
     for name in ("json", "regex", "choice", "grammar"):
         if (value := getattr(asked, name)) is not None:
             shown = str(value)
@@ -184,7 +179,7 @@ def _name(asked: StructuredOutputsParams) -> str:
 
 
 def first_lines(message: str) -> str:
-    """What llguidance says, without the state of its parser."""
+    """An llguidance error without the parser's state."""
     said = message.partition("\n<")[0].strip()
     if said == "NoExtensionBias":
         return "there is no text that it allows"

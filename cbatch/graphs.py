@@ -148,7 +148,7 @@ class GraphSet:
     def launch(self, io: IOBuffer, plan: StepPlan) -> None:
         """Two small copies around one replay, and one replay more if some row is not greedy or wants logprobs.
 
-        Of a HELD step, the first copy and the first replay only. Nobody reads what that draws: ``finish`` draws again.
+        Of a HELD step, only the first copy and the first replay, whose tokens are ignored: ``finish`` draws again.
         """
         graphs = self._graphs[plan.host.bucket]
         graphs.words.copy_(io.device_words)

@@ -1,11 +1,10 @@
-"""Rows that the host has a say in: a grammar, or functions of the user's, decide by the tokens so far.
+"""Rows whose next token depends on the host: a grammar or the user's logits processors, given the tokens so far.
 
     CPU   | plan 2 | land 1, masks 2 | plan 3 | land 2, masks 3 |
     GPU   | step 1, sampled | forward 2          | sample 2 | forward 3 ...
 
-The forward pass of step N+1 needs no mask and is launched before N has landed, as always. Its sampling is held back
-until then. What is kept here of an answer grows by landed tokens that count, in their order, and by nothing else: so
-preemption, a stop that is seen late and any depth change nothing of it.
+The forward pass of step N+1 needs no mask and is launched before N has landed, as always. Its sampling waits for that.
+The state here advances only by landed tokens that count, in order: preemption, late stops and depth do not affect it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from cbatch.buffers import Masks
 from cbatch.errors import CBatchError, described
 from cbatch.grammar import Grammars, first_lines
 from cbatch.request import RequestHandle, running_processor
-from cbatch.sampler import HELD, Edit, bit_mask
+from cbatch.sampler import Edit, bit_mask
 from cbatch.sampling_checks import num_arguments
 from cbatch.sampling_params import SamplingParams
 from cbatch.scheduler.plan import Landed, StepPlan
@@ -37,7 +36,7 @@ _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
 class HeldRow:
-    """One answer of this kind: its tokens so far, and what decides about the next."""
+    """The state of one answer: its tokens so far, its grammar and its logits processors."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class HeldRow:
         matcher: LLMatcher | None,
         *,
         eos_token_ids: Sequence[int],
-        stop_ids: Sequence[int],  # end the answer, and cannot come before min_tokens others have
+        stop_ids: Sequence[int],  # end the answer; forbidden before min_tokens other tokens
         bad_word_ids: Sequence[Sequence[int]],
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -60,14 +59,14 @@ class HeldRow:
         self._bad_word_ids = bad_word_ids
         self._allowed = None if params.allowed_token_ids is None else bit_mask(params.allowed_token_ids)
         self._stops = bit_mask(stop_ids) if stop_ids and params.min_tokens else None
-        self._has_ended = False  # with an end of sequence that is ignored: only more of them can follow
+        self._has_ended = False  # the grammar has; under ignore_eos only more ends of sequence can follow
         self.mask_has_0 = False  # whether the last mask allows token 0
-        self.has_failed = False  # what comes of it from then on counts no more
+        self.has_failed = False  # later tokens do not count
 
     def accept(self, token: int, first_logit: float) -> None:
-        """One more token, and what the functions made of token 0's logit. Raises ValueError if it may not stand here.
+        """Append a token. ``first_logit``: token 0's after the processors. Raises ValueError if it is not allowed here.
 
-        Of logits that are all -inf the device makes token 0; any other is one that may.
+        From logits that are all -inf the device draws token 0; any other token is allowed.
         """
         if token == 0 and self.processors:
             is_grammar = self.matcher is not None
@@ -95,15 +94,14 @@ class HeldRow:
         return not beginning or tuple(self.token_ids[-len(beginning) :]) == tuple(beginning)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
-        """Leave in a grammar's mask ``[words]`` what the other parameters allow. Raises ValueError if that is nothing.
+        """Clear the bits of a grammar's mask ``[words]`` that other parameters forbid. ValueError if none is left.
 
-        An end of sequence stays where it is all that the grammar allows, whatever the others say.
+        If the grammar allows only ends of sequence, they stay, even if other parameters forbid them.
         """
-        assert self.matcher is not None
         if self._has_ended:
             mask[:] = 0
             mask[: self._ends.size] = self._ends
-        elif self.matcher.is_error():
+        elif self.matcher is not None and self.matcher.is_error():
             raise ValueError(first_lines(self.matcher.get_error()))
         if mask.any() and _is_within(mask, self._ends):
             return
@@ -125,14 +123,14 @@ def _has(bits: NDArray[np.int32], token: int) -> bool:
 
 
 def _is_within(mask: NDArray[np.int32], bits: NDArray[np.int32]) -> bool:
-    """Whether a mask has no other bits than these, which may be fewer words."""
+    """Whether ``bits``, perhaps of fewer words, has every bit of the mask."""
     return not (mask[bits.size :].any() or (mask[: bits.size] & ~bits).any())
 
 
 class Held:
-    """Takes landed tokens in, and prepares the second half of a step.
+    """Accepts landed tokens, and prepares the sampling of held steps.
 
-    Runs on the engine's thread; on the CPU the user's functions run on the lane's, before their step has landed.
+    Runs on the engine's thread; on the CPU, logits processors run on the lane's, before their step has landed.
     """
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
@@ -141,56 +139,55 @@ class Held:
         self._failed: list[tuple[RequestHandle, CBatchError]] = []
 
     def accept(self, landed: Landed, area: Masks) -> list[tuple[RequestHandle, CBatchError]]:
-        """The tokens of a step some row of which is held. Returns the requests that have failed in it, and why.
+        """Accept the tokens of a step with held rows. Returns the requests that failed, and their errors.
 
-        They are to hear of it behind the tokens of the steps before: a stop string may be found in these, which was
-        the end.
+        The caller delivers the errors after all earlier tokens: a stop string in those ends the request first.
         """
         rows = range(landed.tokens.size) if landed.rows is None else landed.rows.tolist()
         first_logits = area.first_logits.numpy()
         for row, sequence, token in zip(rows, landed.sequences.tolist(), landed.tokens.tolist(), strict=True):
-            if sequence.flags & HELD and _goes_on(sequence.payload):
+            if (held := _running(sequence.payload)) is not None:
                 try:
-                    sequence.payload.held.accept(token, float(first_logits[row]))
+                    held.accept(token, float(first_logits[row]))
                 except ValueError as error:
-                    self._fail(sequence.payload, str(error))
+                    self._fail(sequence.payload, held, str(error))
         failed, self._failed = self._failed, []
         return failed
 
     def prepare(self, plan: StepPlan, area: Masks) -> tuple[int, list[Edit]]:
-        """Write the masks of a step before which everything has landed; how many, and the changes of its logits.
+        """Write a step's masks, after all earlier steps have landed. Returns how many, and the edits of its logits.
 
-        A row of a sequence that has ended meanwhile, or whose request failed, gets nothing: its token will be dropped.
+        Rows of ended sequences and of failed requests get none: their tokens are dropped.
         """
-        rows: list[tuple[RequestHandle, int]] = []
+        rows: list[tuple[RequestHandle, HeldRow, LLMatcher, int]] = []
         edits: list[Edit] = []
         columns = plan.sequences.tolist(), plan.epochs.tolist(), plan.slots.tolist()
         for row, (sequence, epoch, slot) in enumerate(zip(*columns, strict=True)):
-            if not sequence.flags & HELD or sequence.epoch != epoch or not _goes_on(sequence.payload):
-                continue
             handle: RequestHandle = sequence.payload
-            if handle.held.matcher is not None:
-                rows.append((handle, slot))
-            if handle.held.processors:
-                edits.append((row, partial(self._process, handle, area.first_logits[row])))
+            if sequence.epoch != epoch or (held := _running(handle)) is None:
+                continue
+            if held.matcher is not None:
+                rows.append((handle, held, held.matcher, slot))
+            if held.processors:
+                edits.append((row, partial(self._process, handle, held, area.first_logits[row])))
         return (self._write_masks(rows, area) if rows else 0), edits
 
-    def _write_masks(self, rows: list[tuple[RequestHandle, int]], area: Masks) -> int:
-        """The masks of the rows that have one, without gaps."""
+    def _write_masks(self, rows: list[tuple[RequestHandle, HeldRow, LLMatcher, int]], area: Masks) -> int:
+        """Write the masks without gaps; a row that fails has none."""
         masks, num_words = area.masks, self._grammars.num_words
         if num_words != self._num_words:  # the tokenizer has more tokens than the model
             masks = np.empty((len(rows), num_words), np.int32)
-        self._grammars.fill([(handle.held.matcher, i) for i, (handle, _) in enumerate(rows)], masks)
+        self._grammars.fill([(matcher, i) for i, (_, _, matcher, _) in enumerate(rows)], masks)
         count = 0
-        for i, (handle, slot) in enumerate(rows):
+        for i, (handle, held, matcher, slot) in enumerate(rows):
             mask = masks[i, : self._num_words]
             try:
-                if handle.held.is_forced:
-                    self._grammars.spell_out(handle.held.matcher, masks[i])
-                handle.held.narrow(mask)
-                handle.held.mask_has_0 = _has(mask, 0)
+                if held.is_forced:
+                    self._grammars.spell_out(matcher, masks[i])
+                held.narrow(mask)
+                held.mask_has_0 = _has(mask, 0)
             except ValueError as error:
-                self._fail(handle, f"structured_outputs: {error}")
+                self._fail(handle, held, f"structured_outputs: {error}")
                 continue
             area.slots[count] = slot
             if masks is not area.masks or count < i:
@@ -198,38 +195,39 @@ class Held:
             count += 1
         return count
 
-    def _process(self, handle: RequestHandle, first_logit: Tensor, row: Tensor) -> None:
-        """Put a row of logits through the request's functions; what goes wrong there ends this request alone.
+    def _process(self, handle: RequestHandle, held: HeldRow, first_logit: Tensor, row: Tensor) -> None:
+        """Apply the request's logits processors to a row of logits; an error there ends this request alone.
 
-        ``first_logit`` is where the first of what they made of it lands with the step.
+        Token 0's new logit goes to ``first_logit``, which lands with the step.
         """
-        held: HeldRow = handle.held
-        # To be changed as they please: ``row`` is whole until they are done.
-        logits: Any = row.to(torch.float32, copy=True)
+        # A copy, since processors may change it in place and then fail.
+        logits = row.to(torch.float32, copy=True)
         number, running_processor.on_end = 0, handle._on_end
         try:
             for number, (processor, count) in enumerate(held.processors):  # noqa: B007 - the error below names it
                 arguments = (list(held.prompt_token_ids), list(held.token_ids))[3 - count :]
                 logits = _checked(processor(*arguments, logits), row)
-            row.copy_(logits)  # refuses a sparse one, and what else only looks like floats
+            row.copy_(logits)  # raises for a sparse tensor and others that pass the check
             first_logit.copy_(row[0].float(), non_blocking=True)
-        except BaseException as cause:  # it is the user's, and a panic in an extension is no Exception
-            self._fail(handle, f"logits_processors[{number}] failed: {described(cause)}", cause)
+        except BaseException as cause:  # the user's code; a panic in an extension is no Exception
+            self._fail(handle, held, f"logits_processors[{number}] failed: {described(cause)}", cause)
         finally:
             running_processor.on_end = None
 
-    def _fail(self, handle: RequestHandle, message: str, cause: BaseException | None = None) -> None:
+    def _fail(self, handle: RequestHandle, held: HeldRow, message: str, cause: BaseException | None = None) -> None:
         error = CBatchError(f"request {handle.request_id}: {message}")
         error.__cause__ = cause
-        handle.held.has_failed = True
+        held.has_failed = True
         self._failed.append((handle, error))
 
 
-def _goes_on(handle: RequestHandle) -> bool:
-    return not (handle.held.has_failed or handle.finished)
+def _running(handle: RequestHandle) -> HeldRow | None:
+    """The state of a held request that has neither ended nor failed; None for any other."""
+    held = handle.held
+    return None if held is None or held.has_failed or handle.finished else held
 
 
-def _checked(logits: Any, row: Tensor) -> Tensor:
+def _checked(logits: object, row: Tensor) -> Tensor:
     if not isinstance(logits, Tensor):
         raise TypeError(f"it returned a {type(logits).__name__}, not a tensor")
     if logits.shape != row.shape or not logits.is_floating_point() or logits.device != row.device:

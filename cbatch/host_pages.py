@@ -1,9 +1,9 @@
-"""Owns the host memory of ``swap_space``: pages of preempted requests, copied there and back. Knows no request.
+"""Owns the host memory of ``swap_space``: pages of preempted requests are copied out and back in. Knows no request.
 
-The copies have a stream of their own, which first waits for the steps launched before: these wrote the pages that are
-copied out, and read those that are copied into. The step that has the copies in its plan overwrites what is copied out,
-so it waits for that. It does not use what is copied in (unless ``Swaps.is_needed``): the next step waits for that. On
-the CPU the lane's thread copies plain memory.
+The copies run on their own stream, behind all steps launched before: those wrote the pages that go out, and read the
+pages that are overwritten. The step that plans the copies reuses the pages that go out, so it waits for those copies.
+It does not read the pages that come in (unless ``Swaps.is_needed``); the next step waits for those. On the CPU, the
+lane's thread copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.scheduler.swap import Ints, Swaps
 from cbatch.streams import give_back, take_stream
 
-# Torch rounds an allocation of pinned memory up to a power of two: one of 33 GiB would take 64. And it keeps what is
-# freed for those of the same power, so that the next engine, of another size, takes the same pieces again.
+# Torch rounds pinned allocations up to a power of two: 33 GiB in one piece would take 64. Its cache reuses a freed
+# allocation for one of the same power, so equal pieces also serve the next engine, whatever its size.
 _PIECE_BYTES = 256 << 20
 
 
 def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
-    """Blocks that ``swap_space`` has room for. Raises ConfigError if it has for none, and is not 0."""
+    """Blocks that ``swap_space`` holds. Raises ConfigError if it is not 0 and holds none."""
     page = page_bytes(groups, config.block_size, model.dtype)
     count = int(config.swap_space * 2**30) // page
     if config.swap_space and not count:
@@ -40,7 +40,7 @@ def num_host_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, .
 class HostPages:
     """A page of host memory for each host block; pinned if the pool is on a GPU.
 
-    Allocates everything at once, and raises ConfigError if it does not fit.
+    Allocates everything at once. Raises ConfigError if it does not fit.
     """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
@@ -48,17 +48,17 @@ class HostPages:
         num_elements, pin = self._pool.shape[1], self._pool.device.type == "cuda"
         page = num_elements * self._pool.element_size()
         needed, room = num_blocks * page, available_memory_bytes()
-        if needed > room:  # piece by piece, the system would give it, until it ends a process
+        if needed > room:  # the system would grant each piece, and then kill a process
             raise ConfigError(
                 f"swap_space of {num_blocks} host blocks does not fit: it takes {needed / 2**30:.1f} GiB of this "
                 f"machine's memory, and {room / 2**30:.1f} are available"
             )
         self._per_piece = size = max(1, _PIECE_BYTES // page)
         self._stream = take_stream(self._pool.device) if pin else None
-        self._coming: torch.cuda.Event | None = None  # copies in that no step has waited for yet
+        self._incoming: torch.cuda.Event | None = None  # after the copies in that no step has waited for yet
         if self._stream is not None:
             weakref.finalize(self, give_back, self._stream).atexit = False
-            self._pool.record_stream(self._stream)  # its memory is not reused before the last copy is over
+            self._pool.record_stream(self._stream)  # the pool's memory is not reused before the last copy has ended
         try:
             self._pieces = [
                 torch.empty(
@@ -70,16 +70,16 @@ class HostPages:
             raise ConfigError(f"swap_space of {num_blocks} host blocks does not fit: {error}") from error
 
     def before_step(self, swaps: Swaps | None) -> None:
-        """Launch a step's copies; the current stream, the step's, waits for those that it needs. The host does not."""
+        """Queue a step's copies; the current stream, which is the step's, waits for those it needs. Host: no wait."""
         if self._stream is None:
             if swaps is not None:
                 self._copy_out(swaps)
                 self._copy_in(swaps)
             return
         compute = torch.cuda.current_stream(self._pool.device)
-        if self._coming is not None:
-            compute.wait_event(self._coming)
-            self._coming = None
+        if self._incoming is not None:
+            compute.wait_event(self._incoming)
+            self._incoming = None
         if swaps is None:
             return
         self._stream.wait_stream(compute)
@@ -88,10 +88,10 @@ class HostPages:
             if swaps.out_blocks.size:
                 compute.wait_event(self._stream.record_event())
             self._copy_in(swaps)
-            self._coming = self._stream.record_event()
+            self._incoming = self._stream.record_event()
         if swaps.is_needed:
-            compute.wait_event(self._coming)
-            self._coming = None
+            compute.wait_event(self._incoming)
+            self._incoming = None
 
     def _copy_out(self, swaps: Swaps) -> None:
         for block, host, count in _runs(swaps.out_blocks, swaps.out_host, self._per_piece):
@@ -108,7 +108,7 @@ class HostPages:
 
     @torch.inference_mode()
     def measure_ms(self) -> float:
-        """Milliseconds of a block's copy, one way. Copies some out and in again, before any step has run, and waits."""
+        """Milliseconds to copy a block one way. Copies up to 8 blocks out and in before the first step, and waits."""
         count = min(8, len(self._pieces[0]), len(self._pool))
         pages, pool = self._pages(0, count), self._pool[:count]
         times = []
@@ -127,8 +127,7 @@ class HostPages:
 
 
 def _runs(blocks: Ints, hosts: Ints, per_piece: int) -> Iterator[tuple[int, int, int]]:
-    """Both lists cut into runs that count up together, each within a piece of the host's memory: first of each, and how
-    many. A copy of a run is one call."""
+    """Cut both lists into runs of consecutive blocks, each within one piece: (first block, first host block, count)."""
     begin = 0
     pairs: list[tuple[int, int]] = list(zip(blocks.tolist(), hosts.tolist(), strict=True))
     for i in range(1, len(pairs) + 1):

@@ -1,7 +1,7 @@
-"""Makes of what is submitted the handles and sequences that stand for it, or refuses it. Keeps no request.
+"""Checks submissions and turns them into handles and sequences. Keeps no request.
 
-Called from any thread, never under the engine's lock. A draft is all that can be made without an id; with one, it is
-opened.
+Called from any thread, never under the engine's lock. A draft is made before the request has an id; ``open`` gives it
+one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,15 @@ from cbatch.sampler import HELD, Encoded, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.sequence import Sequence
 
-Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, and whether it was aborted
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, with whether it was aborted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Common:
-    """What any submission has."""
+    """The fields that all drafts have."""
 
     prompt: NDArray[np.int32]
     max_len: int  # tokens, the prompt's included
@@ -56,11 +59,11 @@ class Draft:
     intake: Intake
     common: Common
     params: SamplingParams
-    prompt_ids: list[int]  # of all answers
+    prompt_ids: list[int]  # shared by all answers
     stop_ids: tuple[int, ...]
     bad_word_ids: list[tuple[int, ...]]
     encoded: list[Encoded]
-    matchers: list[Any]
+    matchers: list[LLMatcher | None]
     texts: list[TextUntilStop | None]
 
     @property
@@ -68,7 +71,7 @@ class Draft:
         return self.params.n
 
     def open(self, request_id: str, ended: Ended) -> RequestHandle:
-        """The request, whose ``children`` have their sequences."""
+        """The request's handle; each of its ``children`` has its sequence."""
         children = [self._answer(i, request_id, ended) for i in range(self.params.n)]
         return children[0] if self.params.n == 1 else ParallelHandle(request_id, tuple(children))
 
@@ -97,7 +100,7 @@ class Draft:
             stop_token_ids=self.stop_ids,
             param_values=state.param_values,
             flags=state.flags,
-            skip_reading_prefix_cache=of_prompt is not None,  # what is found there is not computed
+            skip_reading_prefix_cache=of_prompt is not None,  # cached tokens have no logits
             wants_prompt_logits=of_prompt is not None and of_prompt.num_wanted > 0,
             payload=handle,
             priority=common.priority,
@@ -115,7 +118,7 @@ class BeamDraft:
     common: Common
     params: BeamSearchParams
     search: BeamSearch
-    num_answers = 1  # as the queue counts
+    num_answers = 1  # toward max_queue_size
 
     def open(self, request_id: str, ended: Ended) -> BeamHandle:
         common = self.common
@@ -126,20 +129,20 @@ class BeamDraft:
 
 
 class Intake:
-    """Checks submissions against the limits, and drafts them. Raises what ``Engine.submit`` documents."""
+    """Checks submissions against the limits, and drafts them. Raises as ``Engine.submit``."""
 
     def __init__(self, model: Model, tokenizer: Any, limits: Limits, grammars: Grammars, seed: int | None) -> None:
-        """``seed``: of the seeds that requests without one of their own get."""
+        """``seed``: of the generator that seeds requests without a seed."""
         self.tokenizer = tokenizer
         self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
         self._generation_config = model.generation_config
         self._limits, self._grammars = limits, grammars
-        self._lock = threading.Lock()  # of the seeds
+        self._lock = threading.Lock()  # for _seeds
         self._seeds = np.random.default_rng(seed)
 
     @cached_property
     def default_sampling_params(self) -> SamplingParams:
-        """What a request without ``SamplingParams`` gets: the model's ``generation_config``."""
+        """For requests without ``SamplingParams``: from the model's ``generation_config``."""
         if self._generation_config is None:
             return SamplingParams()
         return SamplingParams.from_generation_config(self._generation_config)
@@ -175,7 +178,7 @@ class Intake:
         common = self._common(prompt, params, request_id, **options)
         return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
 
-    def _matcher(self, params: SamplingParams, request_id: str | None) -> Any:
+    def _matcher(self, params: SamplingParams, request_id: str | None) -> LLMatcher | None:
         if params.structured_outputs is None:
             return None
         return self._grammars.matcher(params.structured_outputs, named(request_id))

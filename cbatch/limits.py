@@ -1,4 +1,4 @@
-"""What a request must satisfy to be taken. Each check names the request, the value and the limit. Knows no engine."""
+"""Checks requests against the engine's limits. Errors name the request, the value and the limit. Knows no engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FOREVER_S = 1e12  # an int may be more than a float holds
 
 @dataclass(frozen=True)
 class Limits:
-    """The engine's limits, and the checks against them; they raise InvalidRequestError and PromptTooLongError."""
+    """The engine's limits, and checks that raise InvalidRequestError or PromptTooLongError."""
 
     vocab_size: int
     max_model_len: int
     num_usable_blocks: int
-    longest_len: int  # of a request that fits into the empty pool
-    blocks_for: Callable[[int], int]  # that a context of so many tokens needs
+    longest_len: int  # tokens of the longest request that fits into the empty pool
+    blocks_for: Callable[[int], int]  # context length -> blocks
     has_tokenizer: bool = True
     policy: Policy = "fcfs"
 
@@ -36,45 +36,45 @@ class Limits:
         """The prompt as int32 ``[num_tokens]``, from any sequence of integers."""
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
-        who, vocab_size = named(request_id), self.vocab_size
+        req, vocab_size = named(request_id), self.vocab_size
         if isinstance(prompt_token_ids, (str, bytes)):
-            raise InvalidRequestError(f"{who}: the prompt is text; submit takes token ids (LLM.generate takes text)")
+            raise InvalidRequestError(f"{req}: the prompt is text; submit takes token ids (LLM.generate takes text)")
         try:
             if not isinstance(prompt_token_ids, Sized):
-                prompt_token_ids = list(itertools.islice(prompt_token_ids, self.max_model_len + 1))  # it may be endless
+                prompt_token_ids = list(itertools.islice(prompt_token_ids, self.max_model_len + 1))  # maybe endless
             elif getattr(prompt_token_ids, "ndim", 1) == 1 and (length := len(prompt_token_ids)) > self.max_model_len:
-                raise self._too_long(length, request_id)  # a list of 10 million would hold up everyone for 0.6 s
+                raise self._too_long(length, request_id)  # to convert 10 million ids would hold the GIL for 0.6 s
             if isinstance(prompt_token_ids, torch.Tensor):
                 prompt_token_ids = prompt_token_ids.tolist()
             prompt = np.array(prompt_token_ids)
         except PromptTooLongError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidRequestError(f"{who}: the prompt is no list of token ids: {error}") from None
+            raise InvalidRequestError(f"{req}: the prompt is no list of token ids: {error}") from None
         if prompt.ndim != 1:
             what = f"has {prompt.ndim} dimensions" if prompt.ndim else f"is a {type(prompt_token_ids).__name__}"
-            raise InvalidRequestError(f"{who}: the prompt {what}, but must be a flat list of token ids")
+            raise InvalidRequestError(f"{req}: the prompt {what}, but must be a flat list of token ids")
         if prompt.size == 0:
-            raise InvalidRequestError(f"{who}: the prompt is empty; at least one token is needed")
+            raise InvalidRequestError(f"{req}: the prompt is empty; at least one token is needed")
         integers = prompt.dtype.kind in "iu"
         low, high = (int(prompt.min()), int(prompt.max())) if integers else (0, 0)
-        # numpy makes 0 and 1 of bools among integers. A list with neither has none, and need not be looked at.
+        # numpy turns bools among integers into 0 and 1, so only a list with one of these needs a look at its types.
         if not integers or (low <= 1 and not isinstance(prompt_token_ids, np.ndarray)):
             odd = {t for t in set(map(type, prompt_token_ids)) if t is bool or not issubclass(t, (int, np.integer))}
             if odd:
                 first = next(token for token in prompt_token_ids if type(token) in odd)
-                raise InvalidRequestError(f"{who}: token ids must be integers, not {short(first)}")
-            if not integers:  # they are beyond 64 bits, and no array of integers held them
+                raise InvalidRequestError(f"{req}: token ids must be integers, not {short(first)}")
+            if not integers:  # beyond 64 bits: numpy made an array of objects or floats
                 low, high = min(prompt_token_ids), max(prompt_token_ids)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise InvalidRequestError(
-                f"{who}: token id {short(bad)} is out of range; the vocabulary has {vocab_size} tokens"
+                f"{req}: token id {short(bad)} is out of range; the vocabulary has {vocab_size} tokens"
             )
         return prompt.astype(np.int32)
 
     def params(self, params: SamplingParams, request_id: str | None) -> SamplingParams:
-        """The parameters themselves, which must suit the vocabulary and the tokenizer."""
+        """Check parameters against the vocabulary and the tokenizer, and return them."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"{named(request_id)}: params is a {type(params).__name__}, but must be SamplingParams"
@@ -102,7 +102,7 @@ class Limits:
         return params
 
     def beams(self, params: BeamSearchParams, num_eos: int, request_id: str | None) -> BeamSearchParams:
-        """The parameters themselves, whose beams need so many candidates each; ``num_eos`` tokens end one."""
+        """Check and return a search's parameters. Each beam needs ``beam_width + num_eos`` candidates."""
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(
                 f"{named(request_id)}: params is a {type(params).__name__}, but must be BeamSearchParams"
@@ -125,50 +125,49 @@ class Limits:
         stop_ids: Sequence[int],
         request_id: str | None,
     ) -> list[tuple[int, ...]]:
-        """What parameters forbid or push must fit into a slot of the device, and leave a token.
+        """Check that bans and biases fit into a device slot and leave a token. Returns the distinct bad sequences.
 
-        ``bad_words`` has the token sequences of each; ``stop_ids`` are the tokens that end an answer, the model's own
-        included. Returns the sequences, each once.
+        ``bad_words``: each word's token sequences. ``stop_ids``: all tokens that end an answer, the model's included.
         """
-        who = named(request_id)
+        req = named(request_id)
         for word, sequences in bad_words.items():
             if not sequences:
                 hint = "; white space alone has no word in it, but logit_bias can push its tokens down"
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
+                    f"{req}: bad_words has {short(word)}, of which the tokenizer makes no token{hint * word.isspace()}"
                 )
             if (token := max(map(max, sequences))) >= self.vocab_size:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
+                    f"{req}: bad_words has {short(word)}, with token {token}, but the vocabulary has {self.vocab_size}"
                 )
             if (longest := max(map(len, sequences))) > MAX_BAD_WORD_LEN:
                 raise InvalidRequestError(
-                    f"{who}: bad_words has {short(word)}, which is {longest} tokens, but the limit is "
+                    f"{req}: bad_words has {short(word)}, which is {longest} tokens, but the limit is "
                     f"{MAX_BAD_WORD_LEN}"
                 )
         bad = list(dict.fromkeys(itertools.chain(*bad_words.values())))
         if len(bad) > MAX_BAD_WORDS:
             raise InvalidRequestError(
-                f"{who}: bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
+                f"{req}: bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
                 f"limit is {MAX_BAD_WORDS}"
             )
         banned = set(stop_ids) if params.min_tokens else set()
         if (count := len(banned | dict(params.logit_bias).keys())) > MAX_BIASES:
             raise InvalidRequestError(
-                f"{who}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
+                f"{req}: logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
                 f"the limit is {MAX_BIASES}"
             )
         if len(banned) + len(bad) >= min(self.vocab_size, len(params.allowed_token_ids or range(self.vocab_size))):
-            self._leave_a_token(params, bad, set(stop_ids), who)
+            self._leave_a_token(params, bad, set(stop_ids), req)
         return bad
 
     def _leave_a_token(
-        self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int], who: str
+        self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int], req: str
     ) -> None:
-        """Something may come behind any answer so far: of logits that are all -inf, a token would be made nevertheless.
+        """Check that every answer so far has an allowed next token: logits that are all -inf would yield one anyhow.
 
-        Only the beginnings of bad words need to be looked at, and of these what an answer can be. Behind them, a
-        grammar is asked token by token.
+        Only the empty answer and the reachable beginnings of bad words can leave none. With a grammar, ``HeldRow``
+        checks the beginnings step by step.
         """
         ids = params.allowed_token_ids
         allowed = set(range(self.vocab_size) if ids is None else ids)
@@ -185,10 +184,10 @@ class Limits:
                 continue
             what = f"the vocabulary has {self.vocab_size}" if ids is None else f"allowed_token_ids has {len(ids)}"
             behind = f" behind {list(before)}" if before else ""
-            raise InvalidRequestError(f"{who}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
+            raise InvalidRequestError(f"{req}: {what} tokens, but min_tokens and bad_words forbid all of them{behind}")
 
     def max_len(self, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams, request_id: str | None) -> int:
-        """Total length at which the request ends."""
+        """Total length in tokens at which the request ends."""
         limit = self.max_model_len
         if num_prompt_tokens >= limit:
             raise self._too_long(num_prompt_tokens, request_id)
@@ -221,18 +220,18 @@ class Limits:
 
     def priority(self, priority: int, request_id: str | None) -> int:
         """A request's priority as a plain int; other than 0 it needs the policy ``"priority"``."""
-        who = named(request_id)
+        req = named(request_id)
         whole = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
         if not whole or abs(int(priority)) > MAX_PRIORITY:  # numpy's least int64 has itself for absolute value
             raise InvalidRequestError(
-                f"{who}: priority is {short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                f"{req}: priority is {short(priority)}, but must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         if priority and self.policy != "priority":
-            raise InvalidRequestError(f"{who}: priority is {priority}, but scheduling_policy is {self.policy!r}")
+            raise InvalidRequestError(f"{req}: priority is {priority}, but scheduling_policy is {self.policy!r}")
         return int(priority)
 
     def cache_salt(self, salt: str | None, request_id: str | None) -> bytes:
-        """What prefixes are told apart by; None: shared with all who have none."""
+        """The salt as bytes; None as ``b""``, which all requests without a salt share."""
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InvalidRequestError(
                 f"{named(request_id)}: cache_salt is {short(salt)}, but must be a string, not empty"
@@ -240,7 +239,7 @@ class Limits:
         return (salt or "").encode("utf-8", "surrogatepass")
 
     def timeout(self, timeout_s: float | None, request_id: str | None) -> float | None:
-        """After how many seconds it ends, if it does."""
+        """The timeout in seconds as a float, or None."""
         if timeout_s is None:
             return None
         number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)

@@ -1,4 +1,4 @@
-"""The door for programs that have all their prompts at hand: text in, text out, in order. Knows no device or batch."""
+"""The offline API: a list of prompts in, a list of outputs back, in order. Knows no device or batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Request = tuple[list[int], Any, dict[str, Any]]  # a prompt, its parameters, and what ``submit`` takes by name
-_BAR_AFTER_S = 1.0  # work that is over before needs no progress bar
+_BAR_AFTER_S = 1.0  # shorter work shows no progress bar
 
 
 class LLM:
@@ -29,14 +29,14 @@ class LLM:
 
     Args:
         model: an alias (``"smollm2-135m"``), a folder, a hub name, or a causal LM of transformers in memory.
-        tokenizer: a folder, a hub name or a tokenizer, where it is not the model's own.
+        tokenizer: a folder, a hub name or a tokenizer. None: the model's own.
         engine_options: the fields of ``EngineConfig`` (``max_num_seqs=...``, ``device=...``, ``schedule=...``).
 
     Safe to use from many threads at once; their requests run in the same batches. ``close()``, leaving the ``with``
     block, or dropping the last reference ends the engine and gives its memory back.
 
     Raises:
-        ConfigError, ModelNotFoundError, UnsupportedModelError: it cannot be built; the message says why.
+        ConfigError, ModelNotFoundError, UnsupportedModelError: the engine cannot be built; the message says why.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any) -> None:
@@ -58,19 +58,20 @@ class LLM:
             prompts: one prompt or a list of them, each a text, a list of token ids, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``. A flat list of ids is one prompt; ``[]`` gives ``[]``. A dict may have a
                 ``"cache_salt"``: cached prefixes are shared with prompts of the same salt only.
-            sampling_params: one for all prompts or one for each. None: what the model's generation_config asks for.
+            sampling_params: one for all prompts or one for each. None: the model's generation_config.
             priority: one for all or one for each; with ``scheduling_policy="priority"`` the smaller goes first.
-            timeout_s: what has not ended by then ends with the ``finish_reason`` ``"timeout"``.
-            use_tqdm: show a progress bar. None: if stderr is a terminal and it takes more than a second.
+            timeout_s: requests that still run after this time end with the ``finish_reason`` ``"timeout"``.
+            use_tqdm: show a progress bar. None: if stderr is a terminal and the call takes more than a second.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; the message has its number in the list,
-                counted from 0. Then none of this call is: what the engine had already taken of it is aborted. Other
-                callers never notice.
+                counted from 0.
             EngineOverloadedError: more prompts than ``max_queue_size`` lets wait.
-            CBatchError: a logits processor of yours failed, or parameters left no token to go on with. Likewise.
+            CBatchError: a logits processor failed, or the parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
-            KeyboardInterrupt: from Ctrl-C, at once; the requests of this call are aborted.
+            KeyboardInterrupt: from Ctrl-C, at once.
+
+        An error aborts all requests of this call.
         """
         taken = _each("prompt", _listed(prompts), PromptLike)
         params = _one_each(sampling_params, len(taken))
@@ -89,11 +90,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Searches for the most likely answers of every prompt, in the order of the prompts.
 
-        Each output has ``beam_width`` answers, the best ``score`` first. What runs beside it, runs on as usual.
+        Each output has ``beam_width`` answers, the best ``score`` first. Other requests run on in the same batches.
 
         Args:
             prompts: as for ``generate``.
-            params: those of the search, the same for all prompts.
+            params: the search's parameters, the same for all prompts.
             priority, timeout_s: as for ``generate``.
 
         Raises: as ``generate``.
@@ -126,14 +127,14 @@ class LLM:
             messages: one conversation, a list of ``{"role": ..., "content": ...}``; or a list of conversations.
             chat_template: a Jinja template instead of the tokenizer's own.
             add_generation_prompt: end with the opening of the assistant's turn.
-            continue_final_message: end inside the last message instead (with ``add_generation_prompt=False``), for the
-                answer to go on with it.
-            tools: what the model may call: JSON schemas, or Python functions that transformers makes them of.
-            chat_template_kwargs: what else the template knows by name, such as ``{"enable_thinking": False}``.
-            priority, cache_salt, timeout_s: as for ``generate``; the salt is that of all.
+            continue_final_message: end inside the last message instead, which the answer then continues (with
+                ``add_generation_prompt=False``).
+            tools: JSON schemas, or Python functions of which transformers makes schemas.
+            chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
+            priority, cache_salt, timeout_s: as for ``generate``; one salt for all conversations.
 
         Raises:
-            InvalidRequestError: also where there is no chat template, or it knows nothing of tools or of a name.
+            InvalidRequestError: also if there is no chat template, or it uses no tools or no variable of such a name.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise InvalidRequestError(
@@ -156,7 +157,7 @@ class LLM:
 
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
             text = write(conversation)
-            # The template wrote the special tokens, and a second <s> in front would not be what the model knows.
+            # The template wrote the special tokens; the tokenizer would add a second <s>.
             return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
 
         encoded = _each("conversation", conversations, encode)
@@ -168,12 +169,12 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that makes tokens of prompts and text of answers; None where there is none."""
+        """The tokenizer of prompts and answers, or None."""
         tokenizer: PreTrainedTokenizerBase | None = self.engine.tokenizer
         return tokenizer
 
     def close(self) -> None:
-        """Ends the engine: running requests hear of it, and its memory is given back. Waits; may be called again."""
+        """Ends the engine: running requests raise, and its memory is freed. Waits; may be called again."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -197,7 +198,7 @@ class LLM:
                 answers = [child for handle in handles for child in handle.children]
                 watch(answers, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
             outputs = [handle.result() for handle in handles]
-        except BaseException:  # a bad prompt, a dead engine, Ctrl-C: leave nothing of this call behind
+        except BaseException:  # Ctrl-C too
             for handle in handles:
                 handle.abort()
             raise
@@ -207,7 +208,7 @@ class LLM:
 
 
 def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result]) -> list[_Result]:
-    """What a function makes of each; where it refuses one of several, the error says which."""
+    """``map`` as a list; if the function refuses one of several items, the error has its number."""
     results = []
     for number, item in enumerate(items):
         try:
@@ -226,7 +227,7 @@ def _requests(
     salts: list[Any],
     timeout_s: float | None,
 ) -> list[_Request]:
-    """What ``Engine.submit`` gets, for each."""
+    """The arguments of ``Engine.submit`` for each prompt."""
     each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
     if len(each) != len(salts):
         raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
@@ -245,7 +246,7 @@ def _listed(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidRequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
     if prompts and not isinstance(prompts[0], (str, Mapping, Sequence)) and not getattr(prompts[0], "ndim", 0):
-        return [prompts]  # a flat list of ids, numpy's perhaps (if its items are none, the engine says so)
+        return [prompts]  # a flat list of ids; the engine checks them
     return list(prompts)
 
 

@@ -1,4 +1,4 @@
-"""How many KV blocks there is room for: what is free now, less what the largest step takes. Knows no request."""
+"""Sizes the KV cache: the memory that is free now, less what the largest step takes. Knows no request."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cbatch.sampler import NUM_PARAMS, make_step_ops
 from cbatch.scheduler.kv_spec import KVGroup
 from cbatch.slot_state import SlotState, slot_state_bytes
 
-_HOST_BYTES = 100  # about what the host keeps of a block
-_MAX_BLOCKS = 1 << 18  # of a pool that is larger for the cache's sake
-_GRAPH_BYTES = 1 << 30  # what the driver keeps for the graphs themselves
+_HOST_BYTES = 100  # of host memory for each block, about
+_MAX_BLOCKS = 1 << 18  # of a pool that exceeds what the slots can use, for the prefix cache
+_GRAPH_BYTES = 1 << 30  # the driver's memory for the graphs themselves
 
 
 def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) -> int:
-    """Blocks of the pool: as asked, or as memory allows, but without a prefix cache no more than every slot can use.
+    """Blocks of the pool: ``config.num_blocks``, or what fits; without prefix cache at most what all slots can use.
 
-    Raises ConfigError if not even one block fits, or not as many as were asked for.
+    Raises ConfigError if not even one block fits, or not ``config.num_blocks``.
     """
     assert config.max_model_len and config.max_num_batched_tokens
     page = page_bytes(groups, config.block_size, model.dtype)
     if config.num_blocks is not None:
         on_host = _HOST_BYTES + (page if model.device.type == "cpu" else 0)
         needed, room = config.num_blocks * on_host, available_memory_bytes()
-        if needed > room:  # the system would give it, and end the process when it is used
+        if needed > room:  # Linux would overcommit, and kill the process at first use
             raise ConfigError(
                 f"num_blocks is {config.num_blocks}, but a KV pool of so many does not fit: it takes "
                 f"{needed / 2**30:.1f} GiB of this machine's memory, and {room / 2**30:.1f} are available"
@@ -41,17 +41,17 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
         return config.num_blocks
     blocks_per_seq = -(-config.max_model_len // config.block_size) * len(groups)
     useful = config.max_num_seqs * blocks_per_seq + 1
-    if config.enable_prefix_caching:  # what no slot can use is cache
+    if config.enable_prefix_caching:  # blocks beyond the slots' needs serve as cache
         useful = max(useful, _MAX_BLOCKS)
     useful = min(useful, (2**31 - 1) // config.block_size)  # slot numbers have 32 bits
     if model.device.type == "cuda":
-        with torch.cuda.device(model.device):  # on which Triton launches, wherever its pointers lead
+        with torch.cuda.device(model.device):  # Triton launches on the current device
             peak = measure_peak_bytes(model, config.max_num_batched_tokens, config.max_num_seqs)
         if not config.enforce_eager:
             peak = 2 * peak + _GRAPH_BYTES  # the graphs' pool, beside the warm-up runs before each capture
         free, total = torch.cuda.mem_get_info(model.device)
         room = int(total * config.gpu_memory_utilization) - (total - free) - peak
-        room -= slot_state_bytes(config.max_num_seqs, model.vocab_size)  # on the CPU it takes nothing until it is used
+        room -= slot_state_bytes(config.max_num_seqs, model.vocab_size)  # on the CPU, untouched rows take no memory
     else:
         room = int(available_memory_bytes() * 0.25 * config.gpu_memory_utilization)
     fitting = room // page
@@ -65,7 +65,7 @@ def num_blocks(config: EngineConfig, model: Model, groups: tuple[KVGroup, ...]) 
 
 @torch.inference_mode()
 def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
-    """Most memory that the largest step takes on top of what is allocated now (CUDA only). Runs it once, and waits."""
+    """Peak memory of the largest step beyond what is allocated now. CUDA only. Runs the step once, and waits."""
     device = model.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -99,12 +99,12 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether there was no memory left on the device. CUDA, cuBLAS and Triton say so by words, with no class of it."""
+    """Whether the device was out of memory. CUDA, cuBLAS and Triton have no exception class for it, only messages."""
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "ALLOC_FAILED" in str(error))
 
 
 def available_memory_bytes() -> int:
-    """Memory of this machine that is free for new work; the limit of a container counts where one is set."""
+    """Host memory available to this process, within the container's limit if there is one."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as meminfo:
@@ -112,15 +112,15 @@ def available_memory_bytes() -> int:
                 if line.startswith("MemAvailable:"):
                     available = int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: the count of free pages stands
+        pass  # not Linux: the free pages count
     try:
         cgroup = "/sys/fs/cgroup/memory"
         with open(f"{cgroup}.max") as limit, open(f"{cgroup}.current") as current, open(f"{cgroup}.stat") as stat:
             if (text := limit.read().strip()) != "max":
                 facts = dict(line.split() for line in stat)
-                # What it keeps of files, as of weights that were read, makes room.
+                # The page cache, such as weights that were read, can be reclaimed.
                 cached = int(facts.get("active_file", 0)) + int(facts.get("inactive_file", 0))
                 available = min(available, int(text) - int(current.read()) + cached)
     except OSError:
-        pass  # no cgroup limit is visible
+        pass  # no visible cgroup limit
     return max(available, 0)

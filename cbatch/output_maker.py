@@ -1,8 +1,8 @@
-"""What came of a request, made into the outputs that its consumer gets, in the consumer's thread.
+"""Turns a request's chunks into outputs, in the consumer's thread.
 
-Owns, for one request, each answer so far (text, tokens, log-probabilities, how it ended), and what of it an output of
-the kind that was asked for holds: everything, or what is new. Log-probabilities as a step hands them out become those
-of ``cbatch.outputs`` here, with the texts of their tokens. Takes chunks; knows nothing of handles, threads or engines.
+Owns each answer so far (text, tokens, log-probabilities, finish reason); an output has all of it or what is new, by
+its kind. Turns a step's log-probabilities into ``cbatch.outputs.Logprob``s, with the texts of their tokens. Knows no
+handle, thread or engine.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ from typing import TYPE_CHECKING
 from cbatch.detokenizer import Detokenizer, make_detokenizer
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
-from cbatch.tokenizer import texts_of
+from cbatch.tokenizer import decode, texts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TokenLogprobs = tuple[list[int], list[float], int]
-"""Of one token: ids, the sampled one first and then the most likely; their log-probabilities; the sampled one's rank"""
+"""For one token: the sampled id, then the most likely ids; their log-probabilities; the sampled token's rank."""
 
 
 def make_logprobs(
     found: Iterable[TokenLogprobs], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[dict[int, Logprob]]:
-    """What a consumer gets of each token's; with the texts of the tokens, where there is a tokenizer."""
+    """A dict for each token, as in ``CompletionOutput.logprobs``; with texts, if there is a tokenizer."""
     texts = {} if tokenizer is None else texts_of(tokenizer)
 
     def text(token: int) -> str | None:
         if tokenizer is None:
             return None
         if token not in texts:
-            decoded = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            assert isinstance(decoded, str)
-            texts[token] = decoded
+            texts[token] = decode(tokenizer, [token])
         return texts[token]
 
     return [
-        # A sampled token that is among the most likely ones has the same figures in both places.
+        # If the sampled token is among the most likely, both entries have the same figures.
         {
             token: Logprob(logprob, rank, text(token))
             for token, logprob, rank in zip(ids, logprobs, (own_rank, *range(1, len(ids))), strict=True)
@@ -49,12 +47,12 @@ def make_logprobs(
 
 
 def cumulative_logprob(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> float:
-    """The log-probability of all these tokens together."""
+    """The sum of the tokens' log-probabilities."""
     return sum(found[token].logprob for token, found in zip(token_ids, logprobs, strict=True))
 
 
 class OutputMaker:
-    """Turns what one request brings, chunk by chunk, into ``RequestOutput``s of the kind that it asked for."""
+    """Turns the chunks of one request into ``RequestOutput``s of its ``output_kind``."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class OutputMaker:
         metrics: RequestMetrics,
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
     ) -> RequestOutput:
-        """The output after these chunks, each of the answer with this index."""
+        """The output after these chunks, each with the index of its answer."""
         new = [self._new(index, chunk) for index, chunk in chunks]
         finished = all(answer.finished for answer in self._answers)
         if self._kind is not RequestOutputKind.DELTA:
@@ -94,19 +92,19 @@ class OutputMaker:
         )
 
     def _new(self, index: int, chunk: Chunk) -> CompletionOutput:
-        """What a chunk brings, which the whole answer takes in."""
+        """A chunk as an output; the whole answer is extended by it."""
         whole, text, detokenizer = self._answers[index], chunk.text, self._detokenizers[index]
         if text is None:
             text = detokenizer.push(chunk.token_ids, chunk.finish_reason) if detokenizer else ""
         whole.finish_reason, whole.stop_reason = chunk.finish_reason, chunk.stop_reason
-        together = self._kind is not RequestOutputKind.DELTA
-        if together:
+        accumulates = self._kind is not RequestOutputKind.DELTA
+        if accumulates:
             whole.text += text
             whole.token_ids += chunk.token_ids
         if chunk.logprobs is not None:
             assert whole.cumulative_logprob is not None and whole.logprobs is not None
             whole.cumulative_logprob += cumulative_logprob(chunk.token_ids, chunk.logprobs)
-            if together:
+            if accumulates:
                 whole.logprobs += chunk.logprobs
         return CompletionOutput(
             index,

@@ -1,9 +1,8 @@
-"""Has Triton compile what a step launches, many kernels at a time, before the first step would do it one by one.
+"""Compiles a step's Triton kernels in parallel, before the first step would compile them one by one.
 
-Every call below launches kernels once, on next to nothing, in a thread of its own: while one kernel is in LLVM or
-ptxas, the others go on. Of an H200's cold start at the 8B shape, 20 s were 54 kernels that were compiled in a row. A
-kernel that is missing here is compiled when it is first launched: before a step is captured, or, where a step is no
-graph because it makes log-probabilities of prompts, while requests wait for it.
+Every call below launches kernels once, on tiny inputs, in its own thread; LLVM and ptxas run in parallel. In series, 54
+kernels took 20 s of an H200's cold start at the 8B shape. A kernel missing here compiles at its first launch: before a
+step's capture, or, in a step that runs without a graph (log-probabilities of prompts), while requests wait.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Call = Callable[[], object]
 
 
 def precompile(model: Model, config: EngineConfig, groups: tuple[KVGroup, ...]) -> None:
-    """Launch everything once, on the current streams of other threads, and wait for it. CUDA only."""
+    """Launch every kernel once, on the current streams of other threads, and wait. CUDA only."""
     calls = list(_sampling(model))
     if isinstance(model, Decoder):
         from cbatch.kernels.skinny_gemm import ROWS
@@ -39,7 +38,7 @@ def precompile(model: Model, config: EngineConfig, groups: tuple[KVGroup, ...]) 
         stored = _Stored(_pages(model, config, groups, ROWS[-1] // 2, 1))
         calls += [call for num_rows in ROWS for call in model.products(num_rows, stored)]
 
-    # Of what the caller's stream fills in, some are indices; the other threads' streams do not wait for it.
+    # The other threads' streams do not wait for the caller's, which fills in indices among other inputs.
     torch.cuda.synchronize(model.device)
 
     def run(call: Call) -> None:
@@ -47,14 +46,14 @@ def precompile(model: Model, config: EngineConfig, groups: tuple[KVGroup, ...]) 
             call()
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(run, calls):  # raises what a call raised
+        for _ in pool.map(run, calls):  # re-raises a call's exception
             pass
     torch.cuda.synchronize(model.device)
-    torch._C._cuda_clearCublasWorkspaces()  # each thread that had a product of cuBLAS left one, of 32 MiB
+    torch._C._cuda_clearCublasWorkspaces()  # each thread that called cuBLAS left one of 32 MiB
 
 
 def _sampling(model: Model) -> Iterator[Call]:
-    """Each way to choose tokens, of two rows that share the one slot there is."""
+    """Each variant of sampling, on two rows that share one slot."""
     device, ops = model.device, make_step_ops(model.device)
     logits = torch.zeros(2, model.vocab_size, dtype=model.dtype, device=device)
     params = torch.zeros(2, NUM_PARAMS, dtype=torch.int32, device=device)
@@ -67,22 +66,21 @@ def _sampling(model: Model) -> Iterator[Call]:
 
     yield lambda: draw(logits, True)
     yield lambda: draw(logits.float(), True, **kept)
-    yield lambda: draw(logits.float(), False, **kept)  # of a step that is no graph, since it has log-probs of prompts
+    yield lambda: draw(logits.float(), False, **kept)  # for a step without a graph
     yield lambda: draw(logits, False)
     yield lambda: ops.greedy(logits, zeros, zeros.clone(), landing.sampled)
     yield lambda: ops.process_logits(logits, params, state.counts, state.lists, *where)
 
     def logprobs() -> None:
         ops.logprobs(logits, landing.sampled, landing.records)
-        ops.logprobs(
-            logits[1:], landing.sampled, landing.records
-        )  # those of prompts, at 16 bytes for some vocabularies
+        # Of prompts, behind other rows: some vocabularies leave them unaligned to 16 bytes, and Triton specialises.
+        ops.logprobs(logits[1:], landing.sampled, landing.records)
 
     yield logprobs
 
 
 def _attention(model: Decoder, config: EngineConfig, groups: tuple[KVGroup, ...]) -> Iterator[Call]:
-    """A decode step's, a small mixed one's and the largest's, of two empty rows, with pages and scratch of its own."""
+    """Attention of a decode step, a small mixed step and the largest step: two empty rows, with pages of their own."""
 
     def attend(query_len: int, max_context_len: int) -> None:
         cache = _pages(model, config, groups, query_len, max_context_len)
@@ -91,13 +89,13 @@ def _attention(model: Decoder, config: EngineConfig, groups: tuple[KVGroup, ...]
 
     yield lambda: attend(1, model.max_model_len)
     yield lambda: attend(2, model.max_model_len)
-    yield lambda: attend(max((config.max_num_batched_tokens or 0) // 2, 2), 1)  # whose keys are not split
+    yield lambda: attend(max((config.max_num_batched_tokens or 0) // 2, 2), 1)  # without splits of the keys
 
 
 def _pages(
     model: Decoder, config: EngineConfig, groups: tuple[KVGroup, ...], query_len: int, max_context_len: int
 ) -> KVCache:
-    """One page, prepared for a step of two empty rows of so many tokens each."""
+    """A cache of one page, prepared for a step of two empty rows of ``query_len`` tokens each."""
     device = model.device
     backend = make_backend(config.attention, device)
     cache = KVCache(groups, 1, config.block_size, model.dtype, device, backend)
@@ -119,7 +117,7 @@ def _pages(
 
 
 class _Stored:
-    """A ``PagedAttend`` that lets keys and values be stored, and attends to nothing: queries come back."""
+    """A ``PagedAttend`` whose pages can be written to, and which returns the queries."""
 
     def __init__(self, cache: KVCache) -> None:
         self.pages = cache.pages

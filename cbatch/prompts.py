@@ -1,8 +1,7 @@
-"""What a user writes, made into token ids in the caller's thread: prompts of each form, chats, words to be banned.
+"""Turns prompts, conversations and bad words into token ids, in the caller's thread.
 
-Owns the forms that a prompt and a conversation may have, how a chat template writes the latter out, and what is said
-where one cannot be taken. Keeps nothing. Knows a tokenizer of transformers; which ids a model takes and how many, the
-engine knows.
+Checks the form of prompts and conversations, and renders chat templates. Keeps no state. Knows a transformers
+tokenizer; the engine checks the ids and their number.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _LONG_TEXT = 100_000  # characters: some 0.1 s of tokenising
 
 
 class PromptLike:
-    """A prompt as a user may write it, taken apart: ``text`` or ``token_ids``, the other is None; ``cache_salt``."""
+    """A user's prompt, parsed: its ``token_ids``, or else its ``text``; its ``cache_salt``."""
 
     __slots__ = ("cache_salt", "text", "token_ids")
 
     def __init__(self, prompt: Any) -> None:
         self.text: str | None = None
         self.token_ids: list[int] | None = None
-        self.cache_salt: Any = None  # what it may be, the engine knows
+        self.cache_salt: Any = None  # checked by the engine
         if isinstance(prompt, Mapping):
             keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             unknown = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt"}
@@ -59,7 +58,7 @@ class PromptLike:
 
 
 def _token_ids(value: Any) -> list[int]:
-    """A list of ids as it came, only its outer shape checked: what the ids may be, the engine knows."""
+    """The ids as a list; the engine checks its items."""
     if hasattr(value, "tolist"):  # a numpy array or a tensor
         value = value.tolist()
     if isinstance(value, (str, bytes, Mapping, Set)) or not isinstance(value, Iterable):
@@ -77,14 +76,14 @@ def encode_prompt(
     max_model_len: int | None = None,
     what: str = "prompt",
 ) -> list[int]:
-    """Token ids of a prompt (or ``what`` errors call it), with the special tokens that the tokenizer puts around it.
+    """Token ids of a text, with the tokenizer's special tokens. Errors call the text ``what``.
 
-    Safe from many threads, one at a time per tokenizer: a fast tokenizer changes its own state when it is called.
+    Thread-safe: holds the tokenizer's lock, since a fast tokenizer changes its own state when it is called.
 
     Raises:
         InvalidRequestError: there is no tokenizer, or the text cannot be encoded.
-        PromptTooLongError: it is so long that ``max_model_len`` tokens cannot hold it. That is seen before it is
-            encoded, which would keep the tokenizer from all others: 8 s for 5 million characters.
+        PromptTooLongError: ``max_model_len`` tokens cannot hold a text of this length. Raised without encoding, which
+            takes 8 s for 5 million characters and would block the tokenizer for all others.
     """
     if tokenizer is None:
         raise InvalidRequestError(f"{what} {short(text)} is text, but there is no tokenizer: pass token ids")
@@ -100,7 +99,7 @@ def encode_prompt(
     with lock_of(tokenizer):
         try:
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers say TypeError to a lone surrogate
+        except (UnicodeEncodeError, TypeError) as error:  # fast tokenizers raise TypeError for a lone surrogate
             lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             why = error if lone is None else f"character {lone} is a lone surrogate, {text[lone]!r}"
             raise InvalidRequestError(f"{what} {short(text)} is not valid Unicode text: {why}") from None
@@ -108,7 +107,7 @@ def encode_prompt(
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
-    """The token sequences of each word: as it is, and as it is behind a space. None where it has no tokens.
+    """The token sequences of each word, alone and behind a space; an empty list if the word has no tokens.
 
     Raises:
         InvalidRequestError: a word cannot be encoded.
@@ -121,7 +120,7 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> di
         )
         if not plain:
             found[word] = []
-        elif spaced[-len(plain) :] == plain:  # the space is a token of its own, and the rest is found anyhow
+        elif spaced[-len(plain) :] == plain:  # the space is a separate token: ``plain`` matches both
             found[word] = [plain]
         else:
             found[word] = [plain, spaced]
@@ -129,11 +128,7 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> di
 
 
 def check_conversation(messages: Any) -> None:
-    """Whether these are messages of a chat.
-
-    Raises:
-        InvalidRequestError: they are not; the message says what is wrong with them.
-    """
+    """Raises InvalidRequestError if these are not messages of a chat; the error says why."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise InvalidRequestError(
             f"a conversation must be a list of messages, each a dict of role and content, not {type(messages).__name__}"
@@ -141,13 +136,13 @@ def check_conversation(messages: Any) -> None:
     if not messages:
         raise InvalidRequestError("a conversation needs at least one message")
     for number, message in enumerate(messages):
-        # An assistant that calls tools may say nothing.
+        # An assistant's tool calls need no content.
         whole = isinstance(message, Mapping) and "role" in message and ("content" in message or "tool_calls" in message)
         if not whole:
             raise InvalidRequestError(f"message {number} is {short(message)}: it must be a dict of role and content")
         if not isinstance(message["role"], str):
             raise InvalidRequestError(f"message {number} has the role {short(message['role'])}: it must be a string")
-        content = message.get("content")  # a template would write out as Python what is neither: 5, or None
+        content = message.get("content")  # a template would write other types as Python: 5, None
         if not (isinstance(content, (str, list, tuple)) or (content is None and "tool_calls" in message)):
             raise InvalidRequestError(
                 f"message {number} has {short(content)} for content: it must be text or a list of parts, or None "
@@ -171,13 +166,13 @@ def render_chat(
         messages: ``{"role": ..., "content": ...}``, oldest first.
         chat_template: a Jinja template instead of the tokenizer's own.
         add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end inside the last message instead, for the answer to go on with it.
-        tools: what the model may call: JSON schemas, or Python functions that transformers makes them of.
-        chat_template_kwargs: what else the template knows by name, such as ``{"enable_thinking": False}``.
+        continue_final_message: end inside the last message instead, which the answer then continues.
+        tools: JSON schemas, or Python functions of which transformers makes schemas.
+        chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
 
     Raises:
-        InvalidRequestError: no tokenizer, no template, messages of another shape, or the template refuses them, or
-            has no use for what is given.
+        InvalidRequestError: there is no tokenizer or template, the messages have another form, or the template refuses
+            them or does not use a given argument.
     """
     if tokenizer is None:
         raise InvalidRequestError("chat needs a tokenizer, and there is none: use generate with token ids")
@@ -213,7 +208,7 @@ def render_chat(
         )
     except InvalidRequestError:
         raise
-    except Exception as error:  # anything: a template is a program of somebody else's
+    except Exception as error:  # of any type: a template is a program
         raise InvalidRequestError(f"the chat template refuses these messages: {described(error)}") from error
     assert isinstance(text, str)
     for number, message in enumerate(messages):
@@ -229,7 +224,7 @@ def render_chat(
 def _check_names(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, names: Iterable[str], tools: Sequence[Any] | None
 ) -> None:
-    """A template ignores names that it does not know, and its caller takes some for arguments of its own."""
+    """Refuse names that the template would ignore, or that ``apply_chat_template`` would take as its own arguments."""
     wanted = [*names, *(["tools"] if tools else [])]
     if not wanted:
         return

@@ -1,7 +1,6 @@
-"""A running request as its consumer sees it. Any thread may wait on it, read it or abort it; so may an event loop.
+"""A running request as its consumer sees it. Threads and event loops may wait on it, read it or abort it.
 
-The engine's delivery thread pushes tokens in, and looks for stop strings where a request has some; nothing a consumer
-does can hold the engine up.
+The engine's delivery thread pushes the tokens and looks for stop strings. A slow consumer does not delay the engine.
 """
 
 from __future__ import annotations
@@ -11,16 +10,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cbatch.detokenizer import TextUntilStop, make_detokenizer
 from cbatch.errors import CBatchError, described
 from cbatch.output_maker import TokenLogprobs, cumulative_logprob, make_logprobs
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
+from cbatch.sampler import SlotUpload
 from cbatch.sampling_params import SamplingParams
+from cbatch.scheduler.sequence import Sequence
 
-# While a thread runs a logits processor, ``on_end`` is that of its engine's handles, and so tells which engine's.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from cbatch.held import HeldRow
+
+# While a thread runs a logits processor, ``on_end`` is that of its engine's handles, which identifies the engine.
 running_processor = threading.local()
 
 _PATIENCE_S = 0.1  # how long an abort waits for another thread that is ending the request
@@ -29,7 +35,7 @@ _PATIENCE_S = 0.1  # how long an abort waits for another thread that is ending t
 class RequestHandle:
     """One request: iterate over its tokens (``for``, ``async for``), or take chunks, or wait for the ``result``.
 
-    It has one reader at a time for tokens and chunks; ``result`` may be asked for from anywhere, as often as wanted.
+    Tokens and chunks have one reader at a time; ``result`` may be called from any thread, any number of times.
     """
 
     def __init__(
@@ -37,40 +43,41 @@ class RequestHandle:
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
         on_end: Callable[[RequestHandle, bool], None],
         text: TextUntilStop | None = None,
         parent_id: str | None = None,
         index: int = 0,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """With ``parent_id``, it is answer number ``index`` of a request of that id, whose ``n`` is above 1."""
+        """With ``parent_id``, this is answer ``index`` of the request with that id, whose ``n`` is above 1."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
-        self.num_unfinished = 1  # of its children, for the engine
-        self.sequence: Any = None  # the scheduler's side of it, for the engine
-        self.deadline: float | None = None  # in ``time.monotonic``, for the engine
-        self.upload: Any = None  # what a slot of the device gets for it, for the engine
-        self.prompt_logprobs = prompt_logprobs  # where they are wanted; of ``n`` answers, the first one's
-        self.held: Any = None  # what the host decides about its tokens, for the engine
+        self.prompt_logprobs = prompt_logprobs  # of ``n`` answers, only the first has them
+        # For the engine:
+        self.num_unfinished = 1  # children
+        self.sequence: Sequence | None = None
+        self.deadline: float | None = None  # in ``time.monotonic``
+        self.upload: SlotUpload | None = None
+        self.held: HeldRow | None = None
         self._metrics = RequestMetrics()
         self._tokenizer = tokenizer
-        self._on_end = on_end  # called once, before any consumer hears of the end; the flag says whether it was aborted
-        self._text = text  # of a request with stop strings, made as tokens come; the consumers make that of others
+        self._on_end = on_end  # called once, before a consumer sees the end, with whether it is an abort
+        self._text = text  # only with stop strings: the delivery thread needs it. Else the consumer decodes
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []  # as they came
+        self._logprobs: list[TokenLogprobs] = []  # one per token, if the request wants them
         self._num_read = 0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._error: CBatchError | None = None
-        self._ending = threading.Lock()  # acquired for good by what ends it; never waited for
+        self._ending = threading.Lock()  # the first to end the request acquires it and keeps it; nothing waits for it
         self._end_read = False
-        self._lock = threading.RLock()  # the garbage collector may end a request inside any of our own statements
-        # Who waits for new tokens or the end, and who for the end alone. A thread waits on a lock of its own, which is
-        # held until it is to wake.
+        self._lock = threading.RLock()  # reentrant: the garbage collector may abort a request inside any statement here
+        # Readers wait for new tokens or the end, result waiters for the end alone. Each thread waits on its own lock,
+        # which is released to wake it.
         self._readers: list[threading.Lock] = []
         self._result_waiters: list[threading.Lock] = []
         self._async_waiters: list[Waiter] = []
@@ -80,7 +87,7 @@ class RequestHandle:
 
     @property
     def children(self) -> tuple[RequestHandle, ...]:
-        """A handle for each of the ``n`` answers, itself where that is 1. Each is read and aborted by itself."""
+        """A handle for each of the ``n`` answers; itself if ``n`` is 1. Each is read and aborted separately."""
         return (self,)
 
     @property
@@ -89,12 +96,12 @@ class RequestHandle:
 
     @property
     def finished(self) -> bool:
-        """Whether the last token is here, or it was aborted, or it failed."""
+        """Whether the last token is here, or the request was aborted or failed."""
         return self._finish_reason is not None or self._error is not None
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"``, ``"length"``, ``"abort"``, ``"timeout"``, ``"error"`` (which waiting raises), or None."""
+        """``"stop"``, ``"length"``, ``"abort"``, ``"timeout"``, ``"error"`` (reading raises it), or None: it runs."""
         return "error" if self._error is not None else self._finish_reason
 
     def next_chunk(self, timeout: float | None = None) -> Chunk:
@@ -115,7 +122,7 @@ class RequestHandle:
         return self._take()
 
     async def anext_chunks(self) -> list[tuple[int, Chunk]]:
-        """``anext_chunk`` for all answers at once: waits until some have something new; index and chunk of those."""
+        """``anext_chunk`` over all answers: waits until one has news, and returns index and chunk of each that has."""
         return [(self.index, await self.anext_chunk())]
 
     def __iter__(self) -> Iterator[int]:
@@ -128,10 +135,10 @@ class RequestHandle:
                 yield token
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end and return everything; with text where the engine has a tokenizer. Takes no chunk away.
+        """Wait for the end and return everything, with text if the engine has a tokenizer. Takes no chunk.
 
         Raises:
-            TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
+            TimeoutError: it has not ended within ``timeout`` seconds; the request goes on.
             EngineDeadError, EngineClosedError: the engine ended before the request did.
         """
         if not self._wait_for_end(timeout):
@@ -143,9 +150,9 @@ class RequestHandle:
         )
 
     async def aresult(self) -> RequestOutput:
-        """``result`` for an event loop, which is woken for the end of each answer and for no token.
+        """``result`` for an event loop: woken at the end of each answer, not at its tokens.
 
-        It is made in another thread: log-probabilities of a long answer take some 0.1 s.
+        Another thread makes it: log-probabilities of a long answer take some 0.1 s.
         """
         for child in self.children:
             await child._until_end()
@@ -155,7 +162,7 @@ class RequestHandle:
         await _until(lambda: self.finished, [(self, self._async_result_waiters)])
 
     def readable_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """As ``RequestOutput`` has them; None while some are not there, or if none are wanted."""
+        """As in ``RequestOutput``; None until all have landed, or if none are wanted."""
         first = self.children[0]
         if first.prompt_logprobs is None:
             return None
@@ -166,7 +173,7 @@ class RequestHandle:
         self._end_now("abort", None, aborted=True)
 
     def expire(self) -> None:
-        """Its ``timeout_s`` is over: as ``abort``, but the last chunk says ``"timeout"``."""
+        """``abort`` after ``timeout_s``: the last chunk says ``"timeout"``."""
         self._end_now("timeout", None, aborted=True)
 
     def _wait_for_end(self, timeout: float | None) -> bool:
@@ -176,7 +183,7 @@ class RequestHandle:
         return [child._answer() for child in self.children]
 
     def _answer(self) -> CompletionOutput:
-        """All of it, once it has ended; raises what ended it."""
+        """The whole answer, after its end. Raises the error that it ended with, if any."""
         with self._lock:
             if self._error is not None:
                 raise self._error.with_traceback(None)
@@ -186,7 +193,7 @@ class RequestHandle:
         if self._text is None and self._tokenizer is not None and self.params.detokenize:
             detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
             output.text = detokenizer.push(token_ids, self._finish_reason)
-        if self._logprobs is not None:
+        if self.params.logprobs is not None:
             output.logprobs = self._readable(self._logprobs)
             output.cumulative_logprob = cumulative_logprob(token_ids, output.logprobs)
         return output
@@ -223,7 +230,7 @@ class RequestHandle:
         return self._num_read < len(self._token_ids) or self.finished
 
     def _shown(self, text: TextUntilStop) -> TextUntilStop:
-        """The text, whole if it was aborted: the end of another comes with its last token."""
+        """The text. An abort comes without a token, so what was held back is flushed here."""
         if self._finish_reason in ("abort", "timeout"):
             text.push((), self._finish_reason)
         return text
@@ -232,7 +239,7 @@ class RequestHandle:
         with self._lock:
             text = None if self._text is None else self._shown(self._text).take()
             tokens = self._token_ids[self._num_read :]
-            logprobs = None if self._logprobs is None else self._logprobs[self._num_read :]
+            logprobs = self._logprobs[self._num_read :]
             self._num_read = len(self._token_ids)
             if self._error is not None and not tokens:
                 self._end_read = True
@@ -241,7 +248,7 @@ class RequestHandle:
                 raise EOFError(f"request {self.request_id}: has ended, and its last chunk was taken")
             self._end_read = self._finish_reason is not None
             chunk = Chunk(tokens, self._finish_reason, self._stop_reason, text)
-        return chunk if logprobs is None else chunk._replace(logprobs=self._readable(logprobs))
+        return chunk if self.params.logprobs is None else chunk._replace(logprobs=self._readable(logprobs))
 
     # ---- the engine's side
 
@@ -254,13 +261,12 @@ class RequestHandle:
         wakers: Wakers,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """One more token, with the end if it is the last; dropped if the request was aborted meanwhile."""
+        """Append a token, and end the request if ``finish_reason`` is given. Ignored after the end."""
         with self._lock:
             if self.finished:
                 return
             self._token_ids.append(token)
-            if self._logprobs is not None:
-                assert logprobs is not None
+            if logprobs is not None:
                 self._logprobs.append(logprobs)
             urgent = self.metrics.first_token_time is None
             if urgent:
@@ -272,9 +278,9 @@ class RequestHandle:
             self._wake(wakers, urgent)
 
     def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
-        """End it where the text of this token completes a stop string, or where no text can be made of it.
+        """End the request if this token completes a stop string, or if the tokenizer fails on it.
 
-        A token that ends it by its id does so first. Where the scheduler knows of no end, it hears of an abort.
+        A stop token id comes first. Unless the scheduler has ended the sequence itself, it gets an abort.
         """
         running, found, error = finish_reason is None, None, None
         try:
@@ -282,7 +288,7 @@ class RequestHandle:
         except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
             error = CBatchError(f"request {self.request_id}: the tokenizer failed: {described(cause)}")
             error.__cause__ = cause
-        if self.finished:  # the garbage collector has aborted it meanwhile
+        if self.finished:  # the garbage collector aborted it during the push
             return
         if error is not None:
             self._end(None, None, error, now, aborted=running)
@@ -290,11 +296,11 @@ class RequestHandle:
             self._end("stop", found, None, now, aborted=running)
 
     def fail(self, error: CBatchError, *, aborted: bool = False) -> None:
-        """End it with an error that its consumer will raise; ``aborted`` where the scheduler is to hear of an abort."""
+        """End it with an error that the consumer's next read raises; ``aborted``: tell the scheduler too."""
         self._end_now(None, error, aborted=aborted)
 
     def forget(self, error: CBatchError) -> None:
-        """In a forked child, where nothing comes any more and its lock may be held for ever: waiters raise this."""
+        """In a forked child, where no thread pushes tokens or releases the inherited lock: reading raises ``error``."""
         self._lock = threading.RLock()
         if not self.finished:
             self._error = error
@@ -312,8 +318,8 @@ class RequestHandle:
                 raise
             wakers.wake()
         elif self._lock.acquire(timeout=_PATIENCE_S):
-            # Another thread has ended it by now. Else that waits for the engine's lock, which this thread may hold: the
-            # garbage collector runs finalizers under whatever locks.
+            # The thread that was ending it is done. It may instead wait for the engine's lock, which this thread may
+            # hold, since the garbage collector runs finalizers under any lock; hence the timeout.
             self._lock.release()
 
     def _end(
@@ -326,12 +332,12 @@ class RequestHandle:
         aborted: bool,
         claimed: bool = False,
     ) -> None:
-        """End it, unless another thread is about to. The caller holds the lock; if ``claimed``, ``_ending`` too."""
+        """End it, unless another thread does. The caller holds ``_lock``; if ``claimed``, ``_ending`` too."""
         if not (claimed or self._ending.acquire(blocking=False)):
             return
         try:
             self._on_end(self, aborted)
-        finally:  # Ctrl-C in there
+        finally:  # Ctrl-C may interrupt on_end
             self.metrics.finished_time = now
             self._stop_reason, self._error, self._finish_reason = stop_reason, error, finish_reason
 
@@ -351,7 +357,7 @@ class RequestHandle:
 
 
 class WholeHandle(RequestHandle):
-    """A request that is no stream of tokens itself: what would read one raises, by ``_refuse``."""
+    """A request without a token stream of its own: reading one raises, by ``_refuse``."""
 
     def next_chunk(self, timeout: float | None = None) -> NoReturn:
         self._refuse("next_chunk")
@@ -370,7 +376,7 @@ class WholeHandle(RequestHandle):
 
 
 class ParallelHandle(WholeHandle):
-    """A request with ``n`` above 1: wait for its ``result`` or abort it as a whole; its tokens are its children's."""
+    """A request with ``n`` above 1: its ``result`` and ``abort`` cover all answers; the children have the tokens."""
 
     def __init__(self, request_id: str, children: tuple[RequestHandle, ...]) -> None:
         first = children[0]
@@ -384,7 +390,7 @@ class ParallelHandle(WholeHandle):
 
     @property
     def metrics(self) -> RequestMetrics:
-        """From the first thing that happened to one of its answers to the last."""
+        """The earliest times of its answers, the latest end, and the sums of their counts."""
         each = [child.metrics for child in self._children]
 
         def first(times: list[float | None]) -> float | None:
@@ -415,7 +421,7 @@ class ParallelHandle(WholeHandle):
         return [(child.index, child._take()) for child in running if child._ready()]
 
     def abort(self) -> None:
-        """End all its answers that still run."""
+        """End all answers that still run."""
         for child in self._children:
             child.abort()
 
@@ -434,37 +440,37 @@ class ParallelHandle(WholeHandle):
 
 
 async def until_ready(handles: list[RequestHandle]) -> None:
-    """Suspend the task until one of them has something to take."""
-    places = [(handle, handle._async_waiters) for handle in handles]
-    await _until(lambda: any(handle._ready() for handle in handles), places)
+    """Suspend the task until one of the handles has tokens or an end to take."""
+    queues = [(handle, handle._async_waiters) for handle in handles]
+    await _until(lambda: any(handle._ready() for handle in handles), queues)
 
 
-async def _until(is_so: Callable[[], bool], places: list[tuple[RequestHandle, list[Waiter]]]) -> None:
-    """Suspend the task until it is so, and look when one of these handles wakes who waits in this list of its."""
-    while not is_so():
-        places[0][0]._check_waiter()  # all are of one engine
+async def _until(condition: Callable[[], bool], queues: list[tuple[RequestHandle, list[Waiter]]]) -> None:
+    """Suspend the task until ``condition``, tested again whenever a handle wakes its list of waiters."""
+    while not condition():
+        queues[0][0]._check_waiter()  # all are of one engine
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        entries = [(loop, waiter, handle) for handle, _ in places]
+        entries = [(loop, waiter, handle) for handle, _ in queues]
         try:
-            for entry, (handle, waiters) in zip(entries, places, strict=True):
+            for entry, (handle, waiters) in zip(entries, queues, strict=True):
                 with handle._lock:
                     waiters.append(entry)
-            if not is_so():  # what comes from here on wakes the waiter
+            if not condition():  # a change from here on wakes the waiter
                 await waiter
         finally:
-            for entry, (handle, waiters) in zip(entries, places, strict=True):
+            for entry, (handle, waiters) in zip(entries, queues, strict=True):
                 with handle._lock:
                     if entry in waiters:
                         waiters.remove(entry)
 
 
 class Wakers:
-    """The waiters to wake, gathered over a step: each event loop is woken once, and none before all tokens are there.
+    """Collects a step's waiters, then wakes each event loop once, after all tokens have been pushed.
 
-    Waking a thread costs about 40 µs under the interpreter lock, and the loop wants that lock several times a step. So
-    threads that read on are woken 4,000 times a second at the most, in turn, and find more tokens then: one reader is
-    woken for every token, and 64 of them every 16 ms. First tokens and ends wake at once.
+    Waking a thread costs about 40 µs under the interpreter lock, which the engine's loop needs several times a step.
+    So at most 4,000 threads a second are woken, in turn, and find several tokens: a single reader wakes for every
+    token, each of 64 every 16 ms. First tokens and ends wake at once.
     """
 
     RATE, BURST = 4000.0, 16.0
@@ -480,7 +486,7 @@ class Wakers:
             self._waiters.setdefault(waiter[0], []).append(waiter)
 
     def wake(self) -> None:
-        """Wake those whose turn it is. If ``threads`` is not empty afterwards, call again soon."""
+        """Wake as many as the rate allows. If ``threads`` is not empty afterwards, call again soon."""
         for thread in self.urgent:
             thread.release()
         self.urgent.clear()
@@ -502,7 +508,7 @@ class Wakers:
         for loop, waiters in self._waiters.items():
             try:
                 loop.call_soon_threadsafe(_resolve, waiters)
-            except RuntimeError:  # the loop is closed: these requests have no reader any more
+            except RuntimeError:  # the loop is closed: its requests have lost their readers
                 for _, _, handle in waiters:
                     handle.abort()
         self._waiters.clear()

@@ -1,9 +1,8 @@
-"""The checks of a request's parameters: each takes a parameter's name and value, and gives back the value to keep.
+"""Checks of single parameters: each takes a name and a value, and returns the value to keep.
 
-Owns what a value of each kind may be, the plain form in which it is kept (numpy's numbers become Python's, lists
-tuples), and what a refusal says: name, value and limit. Which parameter has which check, the tables beside the classes
-in ``sampling_params.py`` tell. What contradicts another parameter is refused there, what the model or the engine cannot
-do in ``limits.py``. Knows no class of parameters.
+Owns each kind's range, its plain form (numpy's numbers become Python's, lists tuples), and its error with name, value
+and limit. ``sampling_params.py`` maps parameters to checks, and refuses contradictions between parameters;
+``limits.py`` refuses what the model or the engine cannot do. Knows no class of parameters.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from typing import Any
 from cbatch.errors import InvalidRequestError, described, short
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
-MAX_STOP_CHARS = 100_000  # of all stop strings together: 0.2 s to make a search of, and 30 MB
+MAX_STOP_CHARS = 100_000  # of all stop strings together: their automaton takes 0.2 s to build, and 30 MB
 MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
 
 Check = Callable[[str, Any], Any]
 
 
 def all_fields(params: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
-    """Keep what each check gives back: numpy scalars become plain numbers, lists tuples."""
+    """Check each field of a frozen dataclass, and keep the checks' results."""
     for name, check in checks.items():
         value = getattr(params, name)
         try:
             object.__setattr__(params, name, check(prefix + name, value))
         except InvalidRequestError:
             raise
-        except Exception as error:  # it cannot even be compared, or written out
+        except Exception as error:  # the value's own code fails, in a comparison or its repr
             raise InvalidRequestError(
                 f"{prefix}{name} is a {type(value).__name__} that cannot be taken: {described(error)}"
             ) from error
@@ -43,7 +42,7 @@ def whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name}={short(value)} must be an integer, not {type(value).__name__}")
     number = int(value)
-    if number.bit_length() > 1024:  # as many as a float holds; Python writes no int of many more
+    if number.bit_length() > 1024:  # a float's range; Python refuses to print much larger ints
         raise InvalidRequestError(f"{name} is out of range: an integer of {number.bit_length()} bits")
     return number
 
@@ -171,7 +170,7 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     try:
-        biases = dict(value)  # of a dict, or of pairs: what another SamplingParams keeps
+        biases = dict(value)  # a dict, or pairs, as SamplingParams keeps them
     except (TypeError, ValueError):
         raise InvalidRequestError(
             f"{name}={short(value)} must be a dict of token ids and numbers, not {type(value).__name__}"
@@ -253,10 +252,10 @@ def processors(name: str, value: Any) -> tuple[Callable[..., Any], ...] | None:
 
 
 def num_arguments(processor: Callable[..., Any]) -> int:
-    """How many arguments a logits processor takes: 3 if it can, else 2; another number if it can neither."""
+    """How many arguments a logits processor takes: 3 if it accepts them, else 2; if neither, its parameters' number."""
     try:
         signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # a built-in without one
+    except (TypeError, ValueError):  # a built-in without a signature
         return 2
     for count in (3, 2):
         try:

@@ -102,20 +102,20 @@ def _required(limits: str, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample, when to stop and what to hand out. Immutable, so one object may serve many requests.
+    """How to sample, when to stop and what to return. Immutable, so one object may serve many requests.
 
-    Each field says what it means and may be; ``docs/sampling-parameters.md`` is the table of them. Lists become tuples
-    and a dict a tuple of pairs. A name that is no field is a ``TypeError``: nothing is accepted and then ignored.
+    ``docs/sampling-parameters.md`` has meaning and range of each field. Lists become tuples, and a dict a tuple of
+    pairs. Any other name raises ``TypeError``: nothing is accepted and then ignored.
 
     Raises:
-        InvalidRequestError: a value of the wrong type or out of its range; the message says which.
+        InvalidRequestError: a value has the wrong type or is out of range; the message says which.
     """
 
     n: int = _field(
         1,
         f"1 to {_MAX_N:,}; 1 at temperature 0",
-        "Answers to one prompt, each sampled by itself: number i, counted from 0, draws what a request of its own with "
-        "`seed + i` would. Behind the largest seed comes the smallest, and -1 is a seed like any other there.",
+        "Answers to one prompt, sampled independently: number i, counted from 0, draws as a single request with "
+        "`seed + i` would. The sum wraps around from the largest seed to the smallest, and may be -1.",
     )
     temperature: float = _field(
         1.0,
@@ -136,18 +136,17 @@ class SamplingParams:
     repetition_penalty: float = _field(
         1.0,
         "above 0, finite",
-        "Logits of tokens in prompt or answer are divided by it where positive and multiplied where negative; above 1 "
-        "repeats less.",
+        "Divides the positive and multiplies the negative logits of tokens in prompt or answer; above 1 repeats less.",
     )
-    presence_penalty: float = _field(0.0, "-2 to 2", "Taken from the logit of each token that the answer has.")
+    presence_penalty: float = _field(0.0, "-2 to 2", "Subtracted from the logit of each token in the answer.")
     frequency_penalty: float = _field(
-        0.0, "-2 to 2", "Taken from the logit of a token once for each time that the answer has it."
+        0.0, "-2 to 2", "Subtracted from a token's logit once for each occurrence in the answer."
     )
     seed: int | None = _field(
         None,
         "64 bits, signed; None or -1 for a fresh one",
-        "The same seed draws the same tokens from the same logits, in any batch, on either schedule and after a "
-        "preemption. In 16 bits, logits can differ by rounding between batches of other sizes.",
+        "A seed draws the same tokens from the same logits, in any batch, on either schedule and after a preemption. "
+        "In 16 bits, logits can differ by rounding between batches of different sizes.",
     )
     max_tokens: int | None = _field(
         16, "at least 1; None for as many as fit", "Most tokens of an answer. `max_model_len` is a limit, too."
@@ -155,7 +154,7 @@ class SamplingParams:
     min_tokens: int = _field(
         0,
         "0 to `max_tokens`, and to what `max_model_len` leaves behind the prompt",
-        "Tokens that an answer has before an end of sequence, a stop token or a stop string can end it.",
+        "Tokens that an answer must have before an end of sequence, a stop token or a stop string can end it.",
     )
     ignore_eos: bool = _field(
         False,
@@ -165,29 +164,29 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = _field(
         (),
         "a list of token ids",
-        "Further tokens that end an answer. The one that did is in `token_ids`, and in `text` only with "
+        "Further tokens that end an answer. The last token is in `token_ids`, but in `text` only with "
         "`include_stop_str_in_output`.",
     )
     stop: Sequence[str] | str | None = _field(
         (),
         f"a text or a list of them, none empty, {check.MAX_STOP_CHARS:,} characters together; needs a tokenizer",
-        "Texts that end an answer, looked for in the answer alone, across tokens. `text` ends where the one that came "
-        "first begins, `token_ids` with the token that completed it. A stream holds back what may become one.",
+        "Texts that end an answer; they may span tokens, and the prompt does not count. `text` ends before the first "
+        "one found, `token_ids` with the token that completed it. A stream holds back text that may become one.",
     )
     include_stop_str_in_output: bool = _field(
         False,
         "True, False",
-        "Let `text` end with the stop string or the token that ended it, instead of before it. A special token is left "
-        "out all the same unless `skip_special_tokens` is False.",
+        "Include the stop string or stop token in `text`. A special token is still left out unless "
+        "`skip_special_tokens` is False.",
     )
     bad_words: Sequence[str] = _field(
         (),
         "a list of texts, none empty; needs a tokenizer",
-        "Texts whose tokens may not come, as they are at the start of a text and behind a space: their last token is "
-        "impossible where the answer ends with the others.",
+        "Texts whose token sequences are forbidden, both as at the start of a text and as behind a space: the last "
+        "token is impossible if the answer ends with the others.",
     )
     allowed_token_ids: Sequence[int] | None = _field(
-        None, "a list of token ids, not empty; None for all", "No other token can come."
+        None, "a list of token ids, not empty; None for all", "All other tokens are impossible."
     )
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _field(
         (),
@@ -197,38 +196,38 @@ class SamplingParams:
     logprobs: int | None = _field(
         None,
         f"0 to {MAX_LOGPROBS}",
-        "For each token of an answer, the log-probabilities of this many most likely tokens and of the one that was "
-        "sampled, by the model's own logits before any parameter changed them.",
+        "For each token of an answer, the log-probabilities of the sampled token and of this many most likely ones, "
+        "from the model's logits before any parameter changes them.",
     )
     structured_outputs: StructuredOutputsParams | None = _field(  # noqa: RUF009 - the default is None
         None,
         "a StructuredOutputsParams; needs `cbatch[grammar]`, and a fast tokenizer",
-        "What an answer must be: JSON by a schema, a regular expression, a choice, a grammar. An end of sequence comes "
-        "only where the answer may end, and it comes where nothing else may, whatever other parameters say; "
-        "`min_tokens` puts it off until then. `max_tokens`, a stop string or a stop token may cut the answer short. "
-        "With `ignore_eos`, it is followed by ends of sequence.",
+        "The answer's form: JSON of a schema, a regular expression, a choice, a grammar. An end of sequence is allowed "
+        "only if the answer is complete, and comes if nothing else is allowed, whatever other parameters say; "
+        "`min_tokens` delays it until then. `max_tokens`, a stop string or a stop token may cut the answer short. "
+        "With `ignore_eos`, ends of sequence follow the answer.",
     )
     logits_processors: Sequence[LogitsProcessor] | None = _field(
         None,
         "functions of 2 or 3 arguments; None for none",
-        "Each gets the token ids of the answer so far and the logits behind them, a float32 tensor `[vocab_size]` on "
-        "the model's device that it may change, or the prompt's token ids before both, and returns the logits to go "
-        "on with. They come before all other parameters, in the engine's own threads. One that raises, returns "
-        "something else, leaves no token or none that other parameters allow, or waits for a request of its own "
-        "engine, ends its request with an error. NaN gives tokens that mean nothing.",
+        "Each gets the answer's token ids and the next token's logits, a float32 tensor `[vocab_size]` on the model's "
+        "device that it may change in place; with three arguments, the prompt's token ids come first. It returns the "
+        "new logits. Processors run before all other parameters, in the engine's threads. One that raises, returns "
+        "something else, leaves no token that other parameters allow, or waits for a request of its own engine, ends "
+        "its request with an error. NaN gives meaningless tokens.",
     )
     prompt_logprobs: int | None = _field(
         None,
         f"0 to {MAX_LOGPROBS}",
-        "The same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`: of this many most "
-        "likely tokens and of the one that stands there. Computed once for all `n` answers.",
+        "The same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`: for the prompt's "
+        "token and this many most likely ones. Computed once for all `n` answers.",
     )
     detokenize: bool = _field(
-        True, "True, False", "Make text at all. False saves the consumer's time when only tokens are wanted."
+        True, "True, False", "Make text. False saves the consumer's time if only tokens are wanted."
     )
     skip_special_tokens: bool = _field(True, "True, False", "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = _field(
-        True, "True, False", "Where special tokens are in the text, put spaces between them if the tokenizer does."
+        True, "True, False", "Put spaces between special tokens in the text, if the tokenizer does."
     )
     output_kind: RequestOutputKind = _field(  # noqa: RUF009 - an enum's member does not change
         RequestOutputKind.CUMULATIVE,
@@ -264,13 +263,13 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, generation_config: Any) -> SamplingParams:
-        """What a model's ``generation_config`` asks for: the parameters of a request that brings none.
+        """The parameters of a model's ``generation_config``, for requests without any.
 
-        Read as vLLM reads it: what it leaves out keeps our default. A plain ``do_sample=False`` means greedy.
+        As in vLLM, fields that it leaves out keep our defaults. A plain ``do_sample=False`` means greedy.
 
         Raises:
-            InvalidRequestError: it asks for something that cbatch cannot do yet (beams, n-gram bans ...), or for what
-                contradicts itself. Pass a ``SamplingParams`` to say what you want instead.
+            InvalidRequestError: it asks for something unsupported (beams, n-gram bans ...) or contradicts itself. Pass
+                a ``SamplingParams`` instead.
         """
         config = generation_config
 
@@ -306,7 +305,7 @@ class SamplingParams:
             ) from None
 
 
-# Two checks know a class of this file, and so stand here: `sampling_checks.py` knows none.
+# Two checks need classes of this file; `sampling_checks.py` knows none.
 def _structure(name: str, value: Any) -> StructuredOutputsParams | None:
     if value is not None and not isinstance(value, StructuredOutputsParams):
         raise InvalidRequestError(
@@ -354,7 +353,7 @@ _CHECKS: dict[str, check.Check] = {
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...)) searches with beams"
 _STRUCTURE = "use structured_outputs=StructuredOutputsParams(json=...), or regex, choice, grammar, json_object"
 _OF_A_REQUEST = "it is an argument of generate and submit"
-# Where those find it who know it by a name of vLLM's past, of OpenAI's, or of transformers'.
+# Hints for names from earlier releases of vLLM, from OpenAI and from transformers.
 _ELSEWHERE = {
     "best_of": "use n with logprobs=0, and take the answers with the largest cumulative_logprob",
     **dict.fromkeys(("use_beam_search", "beam_width", "num_beams", "length_penalty", "early_stopping"), _BEAMS),
@@ -373,8 +372,8 @@ _ELSEWHERE = {
     "stream": "AsyncLLM.generate streams, and output_kind says what",
 }
 
-# What else a generation_config may say about which tokens come, with the value that says nothing. `generate` of
-# transformers would follow it, so it is refused and not ignored.
+# Further options of a generation_config that change tokens, with their neutral values. transformers' `generate` heeds
+# them, so other values are refused, not ignored.
 NEUTRAL: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -399,7 +398,7 @@ NEUTRAL: dict[str, Any] = {
     "stop_strings": None,
     "num_return_sequences": 1,
 }
-NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
+NEUTRAL_SAMPLING: dict[str, Any] = {  # those that matter only when sampling
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -409,15 +408,15 @@ NEUTRAL_SAMPLING: dict[str, Any] = {  # what it says about sampling only
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How to search for the most likely answers with beams. Names are vLLM's, meaning is that of transformers.
+    """The parameters of a beam search: vLLM's names with transformers' meaning.
 
     Raises:
-        InvalidRequestError: a value of the wrong type or out of its range; the message says which.
+        InvalidRequestError: a value has the wrong type or is out of range; the message says which.
     """
 
     beam_width: int = _required(
         f"1 to {MAX_LOGPROBS}, less the number of end-of-sequence tokens",
-        "Beams that run, and answers that come back: transformers' `num_beams`.",
+        "Running beams, and answers returned: transformers' `num_beams`.",
     )
     max_tokens: int = _required("at least 1", "Most tokens of an answer. `max_model_len` is a limit, too.")
     ignore_eos: bool = _field(False, "True, False", "Do not end a beam at the model's end-of-sequence tokens.")
@@ -429,13 +428,13 @@ class BeamSearchParams:
         "and without the prompt, to the power of this. Above 0 favours long answers, below 0 short ones.",
     )
     include_stop_str_in_output: bool = _field(
-        False, "True, False", "Let `text` end with that of the end-of-sequence token, which is in `token_ids` anyhow."
+        False, "True, False", "Include the end-of-sequence token, which is always in `token_ids`, in `text`."
     )
     early_stopping: bool | str = _field(
         False,
         '`True`, `False`, `"never"`',
-        "When `beam_width` beams have finished: True stops; False goes on while a running beam, as long as it is now, "
-        'has a better score than the worst of them; "never" while it may come to have one (with a positive '
+        "When `beam_width` beams have finished: True stops; False goes on while a running beam, at its present length, "
+        'scores better than the worst of them; "never" goes on while it may still come to (with a positive '
         "`length_penalty`, at the full length).",
     )
 
@@ -468,8 +467,8 @@ def _rows(params: type) -> str:
 
 _TABLE_HEAD = """# Sampling parameters
 
-The fields of `cbatch.SamplingParams`, made by `python -m cbatch.sampling_params`. A value out of its range is refused
-when it is written down, or by `submit` where it depends on the model; the message has name, value and limit.
+The fields of `cbatch.SamplingParams`, generated by `python -m cbatch.sampling_params`. A value out of range is refused
+by the constructor, or by `submit` if the range depends on the model; the error has name, value and limit.
 
 Logits are changed in this order: `logits_processors`, `structured_outputs`, `allowed_token_ids`, `bad_words`,
 `min_tokens`, `logit_bias`, `repetition_penalty`, `presence_penalty` and `frequency_penalty`, `temperature`, `top_k`,

@@ -1,8 +1,7 @@
-"""What is kept beside a tokenizer of transformers for as long as it lives, whichever engines and requests share it.
+"""State kept per transformers tokenizer, shared by all engines and requests that use it.
 
-Owns its lock, the ids of its special tokens, the texts of single tokens and how much of a text one can stand for,
-and says what is a tokenizer at all. What
-is encoded and decoded with it is the business of ``prompts.py``, ``detokenizer.py`` and ``output_maker.py``.
+Owns its lock, its special ids, the texts of single tokens and the most characters that a token can stand for; checks
+whether an object is a tokenizer. ``prompts.py`` encodes; ``detokenizer.py`` and ``output_maker.py`` decode.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ _guard = threading.Lock()  # for the four tables
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Whether it is a tokenizer, the name of one, or None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Raises ConfigError if this is neither a tokenizer, nor the name of one, nor None."""
     if tokenizer is None or isinstance(tokenizer, (str, os.PathLike)):
         return
     usable = all(hasattr(tokenizer, name) for name in ("encode", "decode", "all_special_ids"))
     try:
-        weakref.ref(tokenizer)  # its lock is kept by it
+        weakref.ref(tokenizer)  # a key of the tables above
     except TypeError:
         usable = False
     if not usable or isinstance(tokenizer, type):
@@ -42,24 +37,30 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def lock_of(tokenizer: Any) -> threading.Lock:
-    """To be held while a tokenizer is called: a fast one changes its own state then."""
+    """The lock to hold while calling a tokenizer: a fast one changes its own state then."""
     with _guard:
         return _locks.setdefault(tokenizer, threading.Lock())
 
 
 def is_busy(tokenizer: Any) -> bool:
-    """Whether another thread is calling it, perhaps with a long text, for which an event loop must not wait."""
+    """Whether another thread is calling it, perhaps for long; an event loop must not wait for that."""
     return tokenizer is not None and lock_of(tokenizer).locked()
 
 
+def decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """Text with special tokens, and without clean-up, which changes earlier text: "do" and " n't" become "don't"."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
 def texts_of(tokenizer: Any) -> dict[int, str]:
-    """Texts of single tokens, filled as they are asked for: 21 decodes a token, some 0.2 ms, would be felt."""
+    """Texts of single tokens, a cache that the caller fills: 21 decodes for each sampled token take some 0.2 ms."""
     with _guard:
         return _token_texts.setdefault(tokenizer, {})
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that ``skip_special_tokens`` leaves out. Kept, as a tokenizer of 1,000 added tokens needs 1 ms to tell."""
+    """Ids that ``skip_special_tokens`` leaves out. Cached: with 1,000 added tokens, finding them takes 1 ms."""
     with _guard:
         found = _specials.get(tokenizer)
         if found is None:
@@ -71,9 +72,9 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def least_tokens(tokenizer: Any, text: str) -> int:
-    """A number of tokens that a text has at least, found without encoding it; 0 where nothing is known.
+    """A lower bound of a text's token count, without encoding it; 0 if the tokenizer allows none.
 
-    The first call for a tokenizer reads all of it, which takes some 0.5 s.
+    The first call for a tokenizer reads its vocabulary, which takes some 0.5 s.
     """
     known = len(tokenizer)  # grows with tokens that are added later, which may be long ones
     if (found := _spans.get(tokenizer)) is None or found[0] != known:

@@ -1,8 +1,8 @@
-"""Whose turn it is with the GPUs of this process: while somebody captures a graph, others may do most things, not all.
+"""Serialises graph captures, memory measurements and device-wide waits of all engines in this process. Knows no engine.
 
-CUDA forbids waiting for a whole device on which a graph is captured, and ends the capture too. Torch refuses to give
-back what it caches, on every device, while one is captured on. And whoever measures memory must not see another's go.
-So what does any of these takes turns, on all devices together. Knows no engine.
+During a capture, CUDA refuses to wait for the whole device, and invalidates the capture; torch refuses to empty its
+caches, on every device; and an engine that measures memory must not count what another frees. One lock covers all
+devices.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 _turn = threading.Lock()
-_left: deque[list[Any]] = deque()  # what is to be freed by whoever has the turn
+_left: deque[list[Any]] = deque()  # to be freed by the thread that holds the turn
 
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Waits for its turn, which the block then has; on the CPU there is nothing to wait for. Not to be nested."""
+    """Waits for the turn, and holds it over the block; does nothing on the CPU. Must not be nested."""
     if device.type != "cuda":
         yield
         return
@@ -35,10 +35,10 @@ def alone(device: torch.device) -> Iterator[None]:
 
 
 def free(things: list[Any]) -> None:
-    """Drop what the list holds, and give back memory that torch caches, of GPUs and pinned.
+    """Clear the list, and give back torch's cached GPU and pinned memory.
 
-    If somebody has the turn, he does it when he is done. So this waits for nobody: he may wait for its caller, where
-    the garbage collector runs a finalizer that closes an engine.
+    Never waits: if another thread holds the turn, that thread does it at the end of its turn. It may be waiting for the
+    caller, where the garbage collector runs a finalizer that closes an engine.
     """
     _left.append(things)
     _free_if_possible()
@@ -56,15 +56,15 @@ def _free_all() -> None:
     if not _left:
         return
     while _left:
-        _left.popleft().clear()  # the list is the caller's too
-    with suppress(RuntimeError):  # the program captures a graph of its own: then torch keeps it, and uses it again
+        _left.popleft().clear()  # the caller may still hold the list
+    with suppress(RuntimeError):  # the program captures a graph of its own: torch keeps the memory for reuse
         torch.cuda.empty_cache()
-        # Pinned memory, of which ``swap_space`` may be much. The name is torch 2.11's; 2.12 has a public one.
+        # Pinned memory: ``swap_space`` may be large. torch 2.12 has a public name, 2.11 a private one.
         (getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)()
 
 
 def _forget_turn() -> None:
-    """In a forked child nobody would ever end it."""
+    """In a forked child, the thread that held it does not exist."""
     global _turn
     _turn = threading.Lock()
 

@@ -1,7 +1,7 @@
-"""What the engine asks of attention over paged K and V, and who answers. Knows no request, no model and no kernel.
+"""The interface of paged attention, and its backends by name. Knows no request, no model and no kernel.
 
-The engine makes one `AttentionBatch` a step; a backend prepares what all layers share, then attends layer by layer.
-Triton is imported only when its backend is made, so that this file imports on a machine without it.
+The engine makes one `AttentionBatch` a step; a backend prepares it once, then attends layer by layer. Triton is
+imported only with its backend, so that this file imports on a machine without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AttentionBatch:
 
     block_tables: Tensor  # [num_groups, num_slots, max_blocks] int32
     slot_mapping: Tensor  # [num_groups, num_tokens] int32: block * block_size + offset
-    row_slots: Tensor  # [num_rows] int32: the row's line in block_tables
+    row_slots: Tensor  # [num_rows] int32: the row's slot in block_tables
     cu_seqlens_q: Tensor  # [num_rows + 1] int32
     context_lens: Tensor  # [num_rows] int32, this step's tokens included
     num_decodes: int  # leading rows with exactly one query token each, so row r's token is token r
@@ -34,17 +34,17 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Writes a layer's new K and V into its pages and attends over them."""
 
-    max_head_dim: int  # largest size of a head of K or V
-    capturable: bool  # whether its calls may be captured in a CUDA graph: it never waits for the device
-    heads_first: bool  # whether it reads fastest where a page holds head behind head, not token behind token
+    max_head_dim: int  # largest head size of K or V
+    capturable: bool  # whether a CUDA graph can hold its calls: it never waits for the device
+    heads_first: bool  # whether it reads fastest from head-major pages, instead of token-major
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Make ready what the layers of one step share. Once a step, before the layers."""
+        """Prepare what all layers of a step share. Call once a step, before the layers."""
 
     def slot_mapping(self, group: int) -> Tensor | None:
         """The step's [num_tokens] int32, for models that store k and v themselves, and then attend with None for both.
 
-        None: this backend wants k and v handed over.
+        None: this backend takes k and v in ``attend``.
         """
         ...
 
@@ -60,7 +60,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: Tensor | None = None,  # [num_heads] logits of a softmax column without a value
+        sinks: Tensor | None = None,  # [num_heads]: logits of a softmax entry without a value
     ) -> Tensor:
         """Return [num_tokens, num_heads, v_head_dim] in q's dtype.
 
@@ -76,8 +76,8 @@ BACKENDS = ("auto", "torch", "triton")
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
     """Make the backend called name: "torch", "triton", or "auto" (Triton on CUDA, torch elsewhere).
 
-    Raises ValueError for another name. "triton" never falls back: it raises ImportError where Triton is missing and
-    ValueError for a device it has no kernels for.
+    Raises ValueError for another name. "triton" never falls back: it raises ImportError without Triton, and ValueError
+    for a device without kernels.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention={name!r}: choose one of {', '.join(map(repr, BACKENDS))}")

@@ -1,6 +1,6 @@
-"""What top-k, top-p and min-p leave of a row, as a threshold on the logit, in Triton. Nothing is sorted.
+"""Top-k, top-p and min-p as a threshold on the logit, in Triton. Nothing is sorted.
 
-Contract as in ``sampling``. The threshold is searched for from the highest bits of it down.
+Contract as in ``sampling``. The threshold is found by a search over its bits, from the highest down.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 from cbatch.kernels import slot_layout as layout
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
-TILE = 4096  # columns that a program looks at together
+TILE = 4096  # columns that a program reads at once
 
 TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
 TOP_P = tl.constexpr(layout.TOP_P)
 TOP_K = tl.constexpr(layout.TOP_K)
 MIN_P_MARGIN = tl.constexpr(layout.MIN_P_MARGIN)
 
-# A key is an unsigned integer of as many bits as the logits have, which orders as they do: a positive number's bits
-# above the sign bit, a negative number's that far below it, so that -0.0 meets 0.0. A row has the same threshold from
-# logits of 16 bits and from the same logits in float32.
+# A key is an unsigned integer with the logits' width and order: SIGN plus a positive number's bits, SIGN minus a
+# negative number's, so that -0.0 equals 0.0. A row's threshold is the same for 16-bit logits as for the same logits in
+# float32.
 
 
 @triton.jit
 def _logit(key, DTYPE: tl.constexpr):
-    """The logit of a key, as float32. Some integers are the key of none: NaN, which no logit reaches."""
+    """The logit of a key, as float32. Integers that are no logit's key give NaN, which no logit reaches."""
     SIGN: tl.constexpr = 1 << (DTYPE.primitive_bitwidth - 1)
     bits = tl.where(key >= SIGN, key - SIGN, (SIGN - 1) - key + SIGN + 1)
     if DTYPE.primitive_bitwidth == 16:
@@ -49,9 +49,9 @@ def _key(logit, DTYPE: tl.constexpr):
 
 @triton.jit
 def _weight(logit, top, scale):
-    """2^((logit - top) scale), as a whole number of 2^-40: in which order these are added up is nothing to the sum.
+    """2^((logit - top) scale) as an integer multiple of 2^-40, so that the order of a sum does not matter.
 
-    The compiler deals the lanes out in another one when the logits are float32. A row of 2^22 tokens still fits.
+    The compiler orders the lanes differently for float32 logits. The sum of 2^22 tokens still fits into 64 bits.
     """
     return (tl.where(logit > -float("inf"), tl.exp2((logit - top) * scale), 0.0) * 2.0**40).to(tl.int64)
 
@@ -63,7 +63,7 @@ def _sum(lanes):
 
 @triton.jit
 def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
-    """What the logits from ``first`` up weigh, and those from ``second``, from ``third``."""
+    """The weights of the logits >= ``first``, >= ``second`` and >= ``third``."""
     lane = tl.arange(0, TILE)
     from_first = tl.zeros((TILE,), tl.int64)
     from_second = tl.zeros((TILE,), tl.int64)
@@ -79,7 +79,7 @@ def _weigh(logits, num, top, scale, first, second, third, TILE: tl.constexpr):
 
 @triton.jit
 def _common(low, high):
-    """What two keys have in common, and how many bits below that are at zero: an even number."""
+    """The common prefix of two keys, and the number of zero bits below it, which is even."""
     shift = tl.full((), 0, tl.uint32)
     key = low
     differ = low ^ high
@@ -92,7 +92,7 @@ def _common(low, high):
 
 @triton.jit
 def _next(key, above, step, from_one, from_two, from_three, target):
-    """The key with its next two bits, by what weighs from 1, 2 and 3 steps on; and what weighs above all it covers."""
+    """The key with its next two bits, from the weights 1, 2 and 3 steps up; and the weight above the key's range."""
     if from_three >= target:
         key += 3 * step
     elif from_two >= target:
@@ -106,9 +106,9 @@ def _next(key, above, step, from_one, from_two, from_three, target):
     return key, above
 
 
-# Both searches: the largest key from which up the logits weigh ``target``, and what those above it weigh; two bits a
-# pass. It lies between ``low``, from which up they weigh target if that is not 0, and ``high``, above which there is
-# none. At scale 0 each logit weighs 1. Where all of them weigh less: no key of a logit above -inf.
+# Both searches return the largest key such that the logits from it up weigh at least ``target``, and the weight of
+# those above it; two bits per pass. The logits from ``low`` up weigh that much too, unless low is 0; none is above
+# ``high``. At scale 0 each logit weighs 1. If all weigh less, the key is below that of any logit above -inf.
 
 
 @triton.jit
@@ -126,9 +126,9 @@ def _search(logits, num, top, scale, target, low, high, DTYPE: tl.constexpr, TIL
 
 @triton.jit
 def _search_tile(logit, top, scale, target, low, high, last, DTYPE: tl.constexpr, COUNTED: tl.constexpr):
-    """Of one tile, which stays in registers. The key's last bits, ``last`` of them, are left at zero.
+    """Search one tile, which stays in registers. The key's last ``last`` bits stay zero.
 
-    COUNTED: each logit weighs 1. The three counts of a pass are then one sum, of whole numbers of 21 bits.
+    COUNTED: each logit weighs 1. A pass then packs its three counts into one sum, 21 bits each.
     """
     weight = _weight(logit, top, scale)
     key, shift = _common(low, high)
@@ -166,9 +166,9 @@ def _threshold_kernel(
 ):
     """One program: one row. A row without filters is not read.
 
-    A row is some tiles of lanes. The largest logit of each lane is a logit, so as soon as these alone are k, or
-    weigh top_p of all, the threshold is none of those below, and only the lanes that reach it are searched: few, unless
-    the filter keeps much of the row.
+    A row is several tiles of TILE lanes. If the lanes' maxima from some key up already number k, or weigh top_p of the
+    row, the threshold is not below that key. So only the lanes whose maximum reaches it are searched: few, unless the
+    filter keeps much of the row.
     """
     DTYPE: tl.constexpr = logits.dtype.element_ty
     LOWEST: tl.constexpr = 1 << DTYPE.fp_mantissa_width  # the key of -inf
@@ -195,7 +195,7 @@ def _threshold_kernel(
         top = tl.max(best, 0)
         if margin > near:
             near = top + margin
-        # Where no token is allowed there is nothing to weigh: the difference of two infinities is no number.
+        # If no token is allowed, there is nothing to weigh: -inf - -inf is NaN.
         if (in_k | (top_p < 1)) & (top > -float("inf")):
             scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
             none = float("inf")
@@ -205,14 +205,14 @@ def _threshold_kernel(
                 target = top_p * _weigh(row, num_columns, top, scale, -none, none, none, TILE)[0]
 
             lowest, highest = tl.full((), 0, tl.uint32), _key(top, DTYPE)
-            # Half of the bits of float32 do for a bound, which only has to leave few.
+            # 16 bits suffice for a bound, which need not be exact.
             half = tl.full((), DTYPE.primitive_bitwidth - 16, tl.uint32)
             bound = lowest
             if in_k:
                 bound, _ = _search_tile(best, top, scale, target, lowest, highest, half, DTYPE, True)
             else:
                 bound, _ = _search_tile(best, top, scale, target, lowest, highest, half, DTYPE, False)
-            # A lane of -inf alone has nothing to find: where few tokens are allowed, most are such.
+            # Skip lanes that are all -inf: most are, if few tokens are allowed.
             kept = (best >= _logit(tl.maximum(bound, LOWEST), DTYPE)) & (best > -none)
             place = tl.cumsum(kept.to(tl.int32), 0) - 1
             num_kept = tl.sum(kept.to(tl.int32), 0)
@@ -221,7 +221,7 @@ def _threshold_kernel(
                 logit = tl.load(row + columns, mask=kept & (columns < num_columns), other=-float("inf"))
                 tl.store(candidates + tile * num_kept + place, logit, mask=kept)
             tl.store(candidates + num_tiles * num_kept + lane, tl.full((TILE,), -float("inf"), DTYPE))
-            tl.debug_barrier()  # a thread reads what others have written
+            tl.debug_barrier()  # threads read what others have written
 
             num = tl.cdiv(num_tiles * num_kept, TILE) * TILE
             few = num <= TILE
@@ -236,7 +236,7 @@ def _threshold_kernel(
             floor = tl.maximum(floor, key)
             if in_k & (top_p < 1):
                 total = _weigh(candidates, num, top, scale, _logit(floor + 1, DTYPE), none, none, TILE)[0]
-                tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # each of those that equal the k-th largest
+                tied = tl.exp2((_logit(floor, DTYPE) - top) * scale)  # the weight of each logit tied with the k-th
                 target = top_p * (total + (k - above) * tied)
                 if few:
                     key, _ = _search_tile(logit, top, scale, target, floor, highest, lowest, DTYPE, False)
@@ -253,7 +253,7 @@ def thresholds(
     slot_params: Tensor,  # [num_slots, NUM_WORDS] int32
     out_slots: Tensor,  # [num_rows] int32
 ) -> Tensor:
-    """The smallest logit that each row keeps, [num_rows] float32; -inf where it asks for all, or is greedy."""
+    """The smallest logit that each row keeps, [num_rows] float32; -inf for rows without filters and greedy rows."""
     num_rows, num_columns = logits.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _threshold_kernel[(num_rows,)](

@@ -1,9 +1,9 @@
-"""A linear layer: for few rows and 16 bits the kernel that was fastest for its shape, else cuBLAS. Knows no model.
+"""A linear layer: for few rows in 16 bits the kernel measured fastest for its shape, else cuBLAS. Knows no model.
 
-Which kernel that is stands in a table: device name -> shape -> rows -> "cublas", or how to cut the product (a
-``Config``). A shape is "KxN", "KxN act" where an activation follows, and "KxN gated" with N columns behind the gate.
-``gemm_table.json`` beside this file ships; ``python -m benchmarks.gemm_table`` measures another card or model, and its
-file is read if ``CBATCH_GEMM_TABLE`` names it or ``load_table`` is given it. Nothing is measured here.
+The choice is in a table: device name -> shape -> rows -> "cublas" or a ``Config``. A shape is "KxN", "KxN act" with an
+activation, or "KxN gated" with N columns behind the gate. ``gemm_table.json`` beside this file ships;
+``python -m benchmarks.gemm_table`` measures another card or model, and ``CBATCH_GEMM_TABLE`` or ``load_table`` names
+its file. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cbatch.kernels.skinny_gemm import ROWS, Config, skinny_gemm, sum_partials
 
 Kind = Literal["linear", "act", "gated"]
 
-MAX_ROWS = ROWS[-1]  # more rows make a product that computes, not one that reads
+MAX_ROWS = ROWS[-1]  # beyond, a product is bound by compute, not by memory
 
 
 def linear(
@@ -35,8 +35,8 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias, [num_rows, N] in x's dtype.
 
-    With ``partial``, the kernel may leave it to its reader to add up the parts of K: then
-    [num_parts, num_rows, N] float32, contiguous, with the bias in the first.
+    With ``partial``, the result may be partial sums over K for the caller to add up: [num_parts, num_rows, N] float32,
+    contiguous, with the bias in the first.
     """
     config = _config_for(x, weight, "linear")
     if config is None:
@@ -47,13 +47,13 @@ def linear(
 
 def linear_act(
     x: Tensor,  # [num_rows, K]
-    weight: Tensor,  # [N, K], gated [2 * N, K]: the rows of the gate, then those of the other
+    weight: Tensor,  # [N, K], gated [2 * N, K]: the gate's rows, then up's
     bias: Tensor | None,  # [N], gated [2 * N]
     act: str,  # one of ``reference.ACTIVATIONS``
     *,
     gated: bool,
 ) -> Tensor:
-    """act(x @ weight.T + bias), gated act(gate) * up of the two halves of that: [num_rows, N] in x's dtype."""
+    """act(x @ weight.T + bias), or gated act(gate) * up of the product's two halves: [num_rows, N] in x's dtype."""
     config = _config_for(x, weight, "gated" if gated else "act")
     if config is None:
         out = F.linear(x, weight, bias)
@@ -71,7 +71,7 @@ def _config_for(x: Tensor, weight: Tensor, kind: Kind) -> Config | None:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether a tensor descriptor can be made of a matrix of 16 bits."""
+    """Whether a 16-bit matrix can have a tensor descriptor."""
     row, element = matrix.stride()
     return element == 1 and row % 8 == 0 and matrix.data_ptr() % 16 == 0
 
@@ -79,14 +79,13 @@ def _is_aligned(matrix: Tensor) -> bool:
 def choose(
     k: int, n: int, num_rows: int, kind: Kind, device: torch.device, *, fixed_order: bool = False
 ) -> Config | None:
-    """How to cut a product with n columns of result; None: cuBLAS does it.
+    """The config of a product with n output columns; None: cuBLAS.
 
-    The device's table has the word. Of a shape that it lacks, up to 64 rows are cut as ``heuristic`` says on Hopper;
-    the rest is cuBLAS's.
+    The device's table decides. For a shape that it lacks, ``heuristic`` decides up to 64 rows on Hopper; else cuBLAS.
 
-    With ``fixed_order`` a row's sums are taken in one order however many rows there are, up to ``MAX_ROWS``, so that
-    its bits do not depend on the batch: all sizes then have the ``block_k`` and ``split_k`` of 32 rows, and never
-    cuBLAS, on any card with tensor descriptors.
+    With ``fixed_order`` a row is summed in the same order for any number of rows up to ``MAX_ROWS``, so that its bits
+    do not depend on the batch: all sizes have the ``block_k`` and ``split_k`` of 32 rows, and none uses cuBLAS, on any
+    card with tensor descriptors.
     """
     rows = next(size for size in ROWS if num_rows <= size)
     return _choose(k, n, rows, kind, device, fixed_order)
@@ -101,7 +100,7 @@ def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device, fixed_o
         return _with_room(config, rows, kind)
     if rows in entries:
         return entries[rows]
-    if 64 in entries and 64 < rows < 128:  # 80 or 96, where they were not measured
+    if 64 in entries and 64 < rows < 128:  # 80 or 96, if not measured
         at_64 = entries[64]
         return at_64 and _with_room(at_64, rows, kind)
     if properties.major == 9 and rows <= 64:
@@ -110,13 +109,13 @@ def _choose(k: int, n: int, rows: int, kind: Kind, device: torch.device, fixed_o
 
 
 def heuristic(k: int, n: int, rows: int, kind: Kind, num_multiprocessors: int) -> Config:
-    """A config near the best one on a Hopper card, for shapes that the table lacks.
+    """A config near the best on a Hopper card, for shapes that the table lacks.
 
-    - 64 rows of the weight in a tile; 128 where x has more than 32, which each tile reads again, or where there are
-      tiles in plenty.
-    - K split by the smallest power of two that gives 4 programs for 3 multiprocessors, as long as each has 16 * rows
-      of K: with less, the partial sums would move over a quarter of the weight's bytes.
-    - some 64 KiB of the weight on their way in each program.
+    - a tile has 64 rows of the weight; without a gate 128 if x, which each tile reads again, has more than 32 rows, or
+      if that leaves at least two tiles per multiprocessor.
+    - K is split by the smallest power of two that gives 4 programs per 3 multiprocessors, but each split has at least
+      16 * rows of K: with less, the partial sums would exceed a quarter of the weight's bytes.
+    - each program has some 64 KiB of the weight in flight.
     """
     num_weights = 2 if kind == "gated" else 1
     block_n = 128 if num_weights == 1 and (rows > 32 or n >= 128 * 2 * num_multiprocessors) else 64
@@ -129,7 +128,7 @@ def heuristic(k: int, n: int, rows: int, kind: Kind, num_multiprocessors: int) -
 
 
 def _with_room(config: Config, rows: int, kind: Kind) -> Config:
-    """The config, with warps enough for its sums and no more stages than there is shared memory."""
+    """The config, with enough warps for its accumulator and as many stages as shared memory holds."""
     gated, values = kind == "gated", vars(config)
     for num_warps in (config.num_warps, 8):
         for num_stages in range(config.num_stages, 0, -1):
@@ -147,10 +146,10 @@ Shapes = dict[str, dict[int, Config | None]]  # shape -> rows -> config, None fo
 
 
 def load_table(path: str | Path) -> None:
-    """Let the entries of a file that ``benchmarks.gemm_table`` wrote come before those known so far.
+    """Add a file that ``benchmarks.gemm_table`` wrote; its entries replace earlier ones.
 
     Raises:
-        ValueError: the file is no such table; the line names the file and the entry.
+        ValueError: the file is no such table; the message names the file and the entry.
     """
     _add(_tables(), Path(path))
     _choose.cache_clear()

@@ -1,6 +1,6 @@
-"""What rows ask to be done to their logits before a token is drawn: masks, bans, biases, penalties. In Triton.
+"""Changes logits before sampling: masks, bans, biases, penalties. In Triton.
 
-Contract as in ``sampling``. A slot's words, counts and lists lie as ``slot_layout`` says.
+Contract as in ``sampling``. ``slot_layout`` defines a slot's words, counts and lists.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_BIASES = tl.constexpr(layout.MAX_BIASES)
 BAD_WORDS = tl.constexpr(layout.BAD_WORDS)
 MAX_BAD_WORDS = tl.constexpr(layout.MAX_BAD_WORDS)
 MASK = tl.constexpr(layout.MASK)
-ENTRIES = tl.constexpr(256)  # of the biases, looked at together: one a thread
+ENTRIES = tl.constexpr(256)  # biases that are read at once, one per thread
 
 
 @triton.jit
 def _look_up(logits, counts, lists, token, mask, num_counted, num_limited):
-    """The tokens' logits, -inf where one is not allowed, and their counts; looked up for none or for num_columns."""
+    """The tokens' logits, -inf if not allowed, and their counts. num_counted and num_limited are 0 or num_columns."""
     logit = tl.load(logits + token, mask=mask, other=0.0).to(tl.float32)
     count = tl.load(counts + token, mask=mask & (token < num_counted), other=0)
     allowed = tl.load(lists + MASK + token // 32, mask=mask & (token < num_limited), other=-1)
@@ -64,8 +64,8 @@ def _process_kernel(
 ):
     """One program: one chunk of one row.
 
-    Each goes through the row's lists by itself and takes what falls into its chunk, so that one launch does: a biased
-    logit is computed anew and written over the one that the chunk had, and a forbidden one over that.
+    Each program scans the row's lists for entries in its chunk, so that one launch suffices: a biased logit is computed
+    again and overwrites the chunk's, and a ban overwrites that.
     """
     if PDL:
         gdc_wait()
@@ -84,7 +84,7 @@ def _process_kernel(
     repetition = tl.load(words + REPETITION).to(tl.float32, bitcast=True)
     presence = tl.load(words + PRESENCE).to(tl.float32, bitcast=True)
     frequency = tl.load(words + FREQUENCY).to(tl.float32, bitcast=True)
-    num_biases = tl.minimum(tl.load(words + NUM_BIASES), MAX_BIASES)  # padding's words may be anything
+    num_biases = tl.minimum(tl.load(words + NUM_BIASES), MAX_BIASES)  # a padding row's words are arbitrary
     num_bad_words = tl.load(words + NUM_BAD_WORDS)
 
     columns = start + tl.arange(0, BLOCK)
@@ -96,7 +96,7 @@ def _process_kernel(
 
     if (num_biases > 0) | (num_bad_words > 0):
         position = tl.load(positions + tl.load(sample_rows + row)) + 1
-        tl.debug_barrier()  # what follows is written over it, by other threads
+        tl.debug_barrier()  # other threads overwrite the stores above
         for first in range(0, num_biases, ENTRIES):
             entry = lists + BIASES + first + tl.arange(0, ENTRIES)
             token = tl.load(entry, mask=first + tl.arange(0, ENTRIES) < num_biases, other=-1)
@@ -112,7 +112,7 @@ def _process_kernel(
             row_of_words = lists + BAD_WORDS + word * NUM_RECENT
             is_word = word < num_bad_words
             tokens = tl.load(row_of_words[:, None] + place[None, :], mask=is_word[:, None], other=-1)
-            # The last place is the one that is sampled now, and the place before it had the token before.
+            # The last place is the token to be sampled; the place before it is the token before that.
             recent = tl.load(lists + RECENT + ((position + place - (NUM_RECENT - 1)) & (NUM_RECENT - 1)))
             differs = (tokens >= 0) & (tokens != recent[None, :]) & (place[None, :] < NUM_RECENT - 1)
             last = tl.load(row_of_words + NUM_RECENT - 1, mask=is_word, other=-1)
@@ -126,10 +126,10 @@ def process_logits(
     counts: Tensor,  # [num_slots, num_columns] int32
     lists: Tensor,  # [num_slots, num_list_words(num_columns)] int32
     positions: Tensor,  # [num_tokens] int32
-    sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
-    out_slots: Tensor,  # [num_rows] int32: whose words, counts and lists
+    sample_rows: Tensor,  # [num_rows] int32: the step's token behind which a row samples
+    out_slots: Tensor,  # [num_rows] int32: each row's slot
 ) -> Tensor:
-    """The logits to draw from, [num_rows, num_columns] float32. One launch."""
+    """The logits to sample from, [num_rows, num_columns] float32. One launch."""
     num_rows, num_columns = logits.shape
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=logits.device)
     _process_kernel[(num_rows, triton.cdiv(num_columns, CHUNK))](

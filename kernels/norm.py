@@ -1,12 +1,12 @@
-"""Norms in Triton, alone and behind the residual sum that precedes them. Knows rows of numbers; knows no model.
+"""Norms in Triton, alone or fused with the residual sum before them. Knows rows of numbers; knows no model.
 
 Contract:
-- x, residual: [num_rows, num_columns] in one dtype, last dimension contiguous, any stride between rows. Before a
-  residual sum x may be the unsummed parts of a matrix product, [num_splits, num_rows, num_columns] float32: they are
-  added in their order, in float32, and not rounded.
+- x, residual: [num_rows, num_columns] in one dtype, last dimension contiguous, any stride between rows. In a residual
+  sum x may be partial sums of a matrix product, [num_splits, num_rows, num_columns] float32: they are added in order,
+  in float32, and not rounded.
 - weights and biases: [num_columns] float32. Sums are float32; the residual sum is rounded to the residual's dtype, and
-  it is the rounded sum that is normalised, so what later layers add to is what this layer saw.
-- one program a row, which it reads once: num_columns up to 65,536.
+  the norm is of the rounded sum, which is what later layers add to.
+- one program per row, which it reads once: num_columns up to 65,536.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 @triton.jit
 def load_parts(at, mask, split_stride, NUM_SPLITS: tl.constexpr):
-    """Load the parts of a split matrix product; ``at`` points to the first one's. Apart from ``add_up``, so that other
-    loads can come in between: if each part were added at once, they would wait for memory one after another."""
+    """Load the partial sums of a split matrix product; ``at`` points to the first. ``add_up`` is separate, so that all
+    loads are issued first: if each part were added at once, the loads would wait for one another."""
     parts = (tl.load(at, mask=mask, other=0.0),)
     for _ in tl.static_range(1, NUM_SPLITS):
         at += split_stride
@@ -32,7 +32,7 @@ def load_parts(at, mask, split_stride, NUM_SPLITS: tl.constexpr):
 
 @triton.jit
 def add_up(parts):
-    """Their sum in their order, float32."""
+    """The sum of the parts, in order, float32."""
     total = parts[0].to(tl.float32)
     for i in tl.static_range(1, len(parts)):
         total += parts[i]
@@ -66,9 +66,9 @@ def _norm_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: out = norm(total), total = residual + scale * post_norm(x), or those parts of it that are wanted.
+    """One program: out = norm(total), total = residual + scale * post_norm(x), or the parts of this that are asked for.
 
-    Everything is loaded before anything is summed, so that the program waits for memory once; weights, before the wait.
+    All loads come before the sums, so that the program waits for memory once; weights are loaded before gdc_wait.
     """
     columns = tl.arange(0, BLOCK)
     mask = columns < NUM_COLUMNS
@@ -88,7 +88,7 @@ def _norm_kernel(
     if HAS_RESIDUAL:
         before = tl.load(residual + source * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     parts = load_parts(x + source * x_stride + columns, mask, split_stride, NUM_SPLITS)
-    if PDL:  # reading was the work; this also keeps ptxas from moving loads behind sums
+    if PDL:  # reading is most of the work; this also keeps ptxas from moving loads behind the sums
         gdc_launch_dependents()
     value = add_up(parts)
     if HAS_POST:
@@ -137,12 +137,12 @@ def layer_norm(
 def add_rms_norm(
     x: Tensor,  # [num_rows, num_columns], or its parts [num_splits, num_rows, num_columns] float32
     residual: Tensor,  # [num_rows, num_columns]
-    weight: Tensor | None,  # [num_columns] float32; None: no norm behind the sum
+    weight: Tensor | None,  # [num_columns] float32; None: no norm
     eps: float,
     *,
     scale: float = 1.0,
-    post_weight: Tensor | None = None,  # [num_columns] float32: x is normalised too, before it is added
-    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
+    post_weight: Tensor | None = None,  # [num_columns] float32: normalise x before it is added
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute only these rows
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(total), total) where total = residual + scale * x; without a weight, (total, total).
 
@@ -159,7 +159,7 @@ def add_layer_norm(
     eps: float,
     *,
     scale: float = 1.0,
-    rows: Tensor | None = None,  # [num_out] int32 or int64: compute these rows alone
+    rows: Tensor | None = None,  # [num_out] int32 or int64: compute only these rows
 ) -> tuple[Tensor, Tensor]:
     """Return (layer_norm(total), total) where total = residual + scale * x.
 
@@ -231,6 +231,6 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,
         HAS_BIAS=bias is not None,
-        num_warps=min(16, max(1, block // 256)),  # 16 bytes a thread and load in 16 bits, as far as 4,096 columns
+        num_warps=min(16, max(1, block // 256)),  # 16 bytes per thread and load in 16 bits, up to 4,096 columns
         **launch_options(x.device),
     )

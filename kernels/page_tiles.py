@@ -1,11 +1,11 @@
-"""What decode and prefill share, in Triton: keys and values of pages, tile by tile. Contract in ``paged_attention``."""
+"""Online softmax over pages, tile by tile, for decode and prefill, in Triton. Contract in ``paged_attention``."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-ROWS = tl.constexpr(128)  # rows that a program looks at in one go, one a thread
+ROWS = tl.constexpr(128)  # rows that a program reads at once, one per thread
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def _blocks(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The blocks of a tile of keys: one number where the tile lies in one page, else one a token."""
+    """The blocks of a tile of keys: a scalar if the tile lies in one page, else one per token."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(block_table + tile // BLOCK_SIZE, mask=tile < end, other=0)
     else:
@@ -36,7 +36,7 @@ def attend_pages(
     block_table,  # at this row
     start,  # first key, a multiple of BLOCK_N
     end,  # one past the last key
-    lower,  # first key that some query sees: with a window, what lies before it may have no page any more
+    lower,  # first key that any query sees: keys before it may have lost their page to the window
     window,
     scale,
     softcap,
@@ -54,15 +54,15 @@ def attend_pages(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Online softmax over keys start to end, on top of what came before. Returns top, total and acc.
+    """Continue an online softmax over keys start to end. Returns top, total and acc.
 
-    Hidden keys score -1e30, not -inf, so that a tile with no visible key gives no NaN. What such a tile adds is wiped
-    when the first visible key rescales by 2^(-1e30 - score) = 0; every query sees at least its own position.
+    Hidden keys score -1e30, not -inf, so that a tile without a visible key gives no NaN. The first visible key erases
+    such a tile's contribution, as it rescales by 2^(-1e30 - score) = 0; every query sees at least its own position.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     k_dims = tl.arange(0, K_PADDED)
     v_dims = tl.arange(0, V_PADDED)
-    k_fits = tl.full((1, K_PADDED), True, tl.int1)  # a constant, which costs nothing
+    k_fits = tl.full((1, K_PADDED), True, tl.int1)  # a constant: free
     if K_DIM != K_PADDED:
         k_fits = (k_dims < K_DIM)[None, :]
     v_fits = tl.full((1, V_PADDED), True, tl.int1)
@@ -71,13 +71,13 @@ def attend_pages(
     to_log2 = scale * LOG2E
     if HAS_SOFTCAP:
         to_log2 = LOG2E
-    # Of a bound that went through a minimum Triton does not know that it is whole tiles. It then loads a block for each
-    # of a thread's lines, 8 loads where 2 do, and spills: 782 instructions a tile instead of 631 (SASS, size 128).
+    # After a minimum, Triton no longer knows that a bound is a multiple of BLOCK_N. It would load a block for each of a
+    # thread's lines, 8 loads instead of 2, and spill: 782 instructions a tile instead of 631 (SASS, size 128).
     start = start // BLOCK_N * BLOCK_N
     if not MASKED:
         end = end // BLOCK_N * BLOCK_N
-    # A tile's blocks are loaded one tile ahead: were they loaded in the tile's own turn, Triton would give its stages
-    # to the two loads that wait for one another and leave K and V one buffer each, with nothing in flight behind it.
+    # A tile's blocks are loaded one tile ahead. Otherwise Triton would spend its pipeline stages on the two dependent
+    # loads, and leave K and V one buffer each, with no load in flight behind it.
     blocks = _blocks(block_table, start, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(start, end, BLOCK_N):
         tokens = tile + tl.arange(0, BLOCK_N)
@@ -103,8 +103,8 @@ def attend_pages(
             visible = (tokens[None, :] <= positions[:, None]) & (tokens < end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (positions[:, None] - tokens[None, :] < window)
-            # Scaled before they are hidden: the fused multiply-add below would see -1e30 * to_log2 with more digits
-            # than the maximum has, and take 2 to the power of the difference.
+            # Scale before masking: the fused multiply-add below would compute -1e30 * to_log2 with more digits than the
+            # maximum has, and raise 2 to the difference.
             scores = tl.where(visible, scores * to_log2, -1e30)
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])

@@ -1,17 +1,17 @@
-"""Paged attention in Triton: write_kv, planned and split decode, ragged prefill. Knows a step's metadata, no request.
+"""Paged attention in Triton: write_kv, planned split decode, ragged prefill. Knows a step's metadata; knows no request.
 
 Contract of every kernel here:
 - q, k, v: [num_tokens, heads, head_dim], last dimension contiguous, any other stride (slices of a fused QKV are fine).
 - k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride.
 - bfloat16, float16 or float32; the softmax and all sums are float32, and float32 inputs are multiplied as IEEE float32.
-- head sizes up to 256, not only powers of two, K's and V's may differ; any number of query heads a KV head; scale > 0.
-- offsets into caches and tokens are 64 bits wide; a pool may have more than 2^31 elements. Offsets between the heads of
-  a token are 32 (``_within_32_bits``).
-- nothing is read beyond a row's context, nor before the window of its first query, where its block table may have the
-  dummy block: stale NaN in a page cannot leak. Rows with context 0 give zeros.
-- a grid depends on the step's shape (tokens, rows, splits), which the host knows: never on what the device holds. A row
-  of one query is the decode kernel's and any other the prefill kernel's, which is found out on the device.
-- every program waits for the kernels before it first of all (``pdl``): they wrote what it reads, metadata included.
+- head sizes up to 256, not only powers of two, K and V may differ; any number of query heads per KV head; scale > 0.
+- offsets into caches and tokens have 64 bits: a pool may have more than 2^31 elements. Offsets between the heads of a
+  token have 32 (``_within_32_bits``).
+- nothing is read beyond a row's context, nor before its first query's window, where the block table may have the dummy
+  block: stale NaN in a page cannot leak. Rows with context 0 give zeros.
+- grids depend on the step's shape (tokens, rows, splits), which the host knows, never on device data. On the device,
+  the decode kernel takes the rows of one query, and the prefill kernel all others.
+- every program first waits for the kernels before it (``pdl``), which wrote its inputs, metadata included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _write_kv_kernel(
     V_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program copies one token, all its KV heads."""
+    """One program: one token, all KV heads."""
     if PDL:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
@@ -115,7 +115,7 @@ def write_kv(
 
 
 class _Layer(NamedTuple):
-    """What both kernels take of a layer, in their order."""
+    """The arguments of both kernels that a layer determines, in their order."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k_cache, v_cache, out
     tables: tuple[Tensor, Tensor]  # sinks, block tables
@@ -124,7 +124,7 @@ class _Layer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The larger padded head size, by which tiles are chosen."""
+        """The larger padded head size, which chooses the tiles."""
         return max(64, self.constants["K_PADDED"], self.constants["V_PADDED"])
 
 
@@ -132,9 +132,9 @@ _PlanKey = tuple[int, int, int, int]  # window, BLOCK_N, KV heads, resident prog
 
 
 class TritonAttention:
-    """AttentionBackend for CUDA. Owns the scratch of its splits, so two engines in one process never share it.
+    """AttentionBackend for CUDA. Owns the scratch of its splits: two engines in one process never share it.
 
-    Its steps run one after another, as on one stream: the splits of two would count one another.
+    Its steps must run in order, as on one stream: concurrent steps would share the counters of their splits.
     """
 
     max_head_dim = MAX_HEAD_DIM
@@ -143,7 +143,7 @@ class TritonAttention:
     heads_first = False
 
     def __init__(self, device: torch.device) -> None:
-        """Raise ValueError for a device that Triton has no kernels for."""
+        """Raises ValueError if the device is not CUDA, unless Triton's interpreter is on."""
         if device.type == "cuda":
             self._num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             large = torch.cuda.get_device_capability(device)[0] in (9, 10)  # Hopper; Blackwell's, but not its GeForce
@@ -161,14 +161,14 @@ class TritonAttention:
         self._plans: dict[_PlanKey, Tensor] = {}  # this step's
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """A step that is captured is prepared in the capture: its plans are made by the graph, in its first layers."""
+        """Set the step's metadata. Prepare a captured step within its capture: the graph then computes the plans."""
         self._batch = batch
         self._plans.clear()
         self._tables = batch.block_tables.unbind(0)
         self._slot_mappings = batch.slot_mapping.unbind(0)
 
     def slot_mapping(self, group: int) -> Tensor:
-        """For whoever stores k and v itself, and then attends with None for both."""
+        """For callers that store k and v themselves, and attend with None for both."""
         return self._slot_mappings[group]
 
     def attend(
@@ -195,7 +195,7 @@ class TritonAttention:
         q = _within_32_bits(q)
         shape = (q.shape[0], q.shape[1], v_cache.shape[3])
         num_rows = batch.context_lens.shape[0]
-        # In a decode step the kernel writes every token; else there may be padding behind the last row.
+        # A decode step's kernel writes every token; otherwise padding may follow the last row.
         mixed = batch.max_query_len != 1 or q.shape[0] != num_rows
         out = q.new_zeros(shape) if mixed else q.new_empty(shape)
         if not num_rows:
@@ -256,7 +256,7 @@ class TritonAttention:
         )
 
     def _plan(self, window: int, block_n: int, num_kv_heads: int, num_resident: int, mixed: bool) -> Tensor:
-        """The step's decode plan, [num_items, ITEM] int32: made for the first layer of its kind, for all of them."""
+        """The step's decode plan, [num_items, ITEM] int32. The first layer of a kind computes it for all."""
         key = (window, block_n, num_kv_heads, num_resident)
         if key in self._plans:
             return self._plans[key]
@@ -267,7 +267,8 @@ class TritonAttention:
         num_places = max(num_resident * self._num_multiprocessors // num_kv_heads, 1)
         num_extras = 0
         if (max_splits := triton.cdiv(triton.cdiv(context_len, block_n), min_split_tiles)) > 1:
-            # One wave; or else enough to split the rows of a little more than one, and the long ones of very many.
+            # Fill one wave of programs. With more rows than that: splits for just over one wave, or for the few long
+            # rows among very many.
             num_extras = num_places - num_rows if num_rows <= num_places else max(2 * num_places, num_rows // 2)
             num_extras = min(num_extras, num_rows * (max_splits - 1))
         num_items = num_rows + num_extras
@@ -362,30 +363,30 @@ class TritonAttention:
             )
 
     def _grown(self, kept: list[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """The newest scratch of a kind, with at least ``size`` elements: all zeros when it was made.
+        """The newest scratch of a kind, with at least ``size`` elements, zeroed when allocated.
 
-        What it outgrew stays alive, because a captured CUDA graph may hold its address. It grows outside of captures
-        alone, where its zeros would be written at every replay and not before: a step runs once before it is captured.
+        Outgrown scratch stays alive, because a captured CUDA graph may hold its address. It must not grow in a capture,
+        which would write the zeros at every replay: run a step once before its capture.
         """
         if not kept or kept[-1].numel() < size:
             capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not capturing, "run a step once before it is captured"
-            if kept:  # at least doubled, so that all that is kept is no more than what is used
+            if kept:  # doubling keeps the outgrown scratch smaller than the newest
                 size = max(size, 2 * kept[-1].numel())
             kept.append(torch.zeros(size, dtype=dtype, device=self._device))
         return kept[-1]
 
 
 def _within_32_bits(heads: Tensor) -> Tensor:
-    """[num_tokens, heads, head_dim] as the kernels take it: a copy where they cannot, for head i is i strides on.
+    """[num_tokens, heads, head_dim] with 32-bit offsets between heads; a copy if they are larger.
 
-    In a layout of head behind head, as transformers has it, a stride is all tokens of the step: 64 heads of 128 reach
-    2^31 elements with 262,144 tokens.
+    In transformers' head-major layout a head's stride spans all tokens of the step: 64 heads of 128 reach 2^31 elements
+    at 262,144 tokens.
     """
     fits = heads.stride(2) == 1 and heads.shape[1] * heads.stride(1) < 2**31
     return heads if fits else heads.contiguous()
 
 
 def _padded(head_dim: int) -> int:
-    """A head size as tl.dot takes it."""
+    """A head size padded for tl.dot."""
     return max(16, triton.next_power_of_2(head_dim))

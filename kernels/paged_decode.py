@@ -320,9 +320,9 @@ def decode_kernel(
         tl.store(partial_out + lines[:, None] * V_DIM + v_dims[None, :], acc, mask=mask)
         tl.store(partial_lse + lines, top + tl.log2(total), mask=group < GROUP_SIZE)
         # One thread does the atomic. The barrier puts every thread's stores before it, and its release makes them
-        # visible to the whole GPU first: Triton 3.6 puts no barrier there by itself. Whoever arrives last has acquired
-        # them by the same atomic, whose result reaches its other threads over a barrier. They read at L2 (.cg), so
-        # that no line that an earlier launch left in L1 can answer.
+        # visible to the whole GPU first: Triton 3.6 puts no barrier there by itself. The last program to arrive
+        # acquires them by the same atomic, whose result reaches its other threads through a barrier. They read at L2
+        # (.cg), so that they miss any stale line that an earlier launch left in L1.
         tl.debug_barrier()
         counter = counters + row * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:

@@ -1,4 +1,4 @@
-"""Attention of rows of several queries over pages, in Triton: by tiles of queries. Contract in ``paged_attention``."""
+"""Paged attention for rows of several queries, in tiles of queries, in Triton. Contract in ``paged_attention``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait
 
 # Prefill: (BLOCK_M, BLOCK_N, num_warps, num_stages) by the larger padded head size. Three stages keep two tiles in
 # flight; with two, each tile waits for its own load. At 64, two programs share a multiprocessor (244 registers, 4
-# warps), so that one's softmax hides behind the other's products. At 128 and 256 the accumulator leaves room for one,
-# of two warpgroups and 224 KiB (160 at 256); at 128, 64 keys a tile would rescale the accumulator twice as often.
+# warps), so one's softmax hides behind the other's products. At 128 and 256 the accumulator leaves room for one, of two
+# warpgroups and 224 KiB (160 at 256); at 128, tiles of 64 keys would rescale the accumulator twice as often.
 PREFILL = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
 # On cards without 227 KiB of shared memory.
 PREFILL_SMALL = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
-# A step of few prompt tokens behind a long context has few tiles: a chunk beside those who decode is one of 128
-# queries, 32 programs that would each read 100,000 keys, and take as long for it as for 500 queries. So a tile then has
-# fewer queries, for all heads that share the keys, and the keys are split over programs, as decode splits its rows.
-PROGRAMS_FOR_SPLITS = {64: 2, 128: 1, 256: 1}  # a multiprocessor, by the larger padded head size: what is resident
-MIN_PREFILL_SPLIT = 512  # keys that a split of a tile should have
-LINES = 16  # of a tile that a program adds up: 8 programs a tile and head
-# IEEE float32 dots become one unrolled FMA a product: tiles of 64 x 64 would take minutes to compile.
+# Few prompt tokens behind a long context make few tiles: a chunk of 128 queries beside decodes is 32 programs that each
+# read 100,000 keys, which takes as long as 500 queries. So a tile then has fewer queries, for all heads that share the
+# keys, and the keys are split over programs, as decode splits its rows.
+PROGRAMS_FOR_SPLITS = {64: 2, 128: 1, 256: 1}  # resident on a multiprocessor, by the larger padded head size
+MIN_PREFILL_SPLIT = 512  # keys of a split, at least
+LINES = 16  # of a tile that a program of add_up_kernel takes: 8 programs per tile and head
+# IEEE float32 dots become one unrolled FMA per product: tiles of 64 x 64 would take minutes to compile.
 PREFILL_FLOAT32 = (32, 32, 4, 2)
-PREFILL_ROWS = 16  # rows whose broken ends the grid has room for; more, and programs take several tiles
+PREFILL_ROWS = 16  # rows whose partial last tiles fit the grid; with more, programs take several tiles
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _num_query_tiles(
     cu_seqlens_q,
     BLOCK_M: tl.constexpr,
 ):
-    """Tiles of queries that the rows' prompts make: 0 for a row of one query, of none, or beyond the last."""
+    """Tiles of queries of each row: 0 for a row of at most one query, or beyond the last row."""
     starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
     ends = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
     return tl.where(ends - starts > 1, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
@@ -50,7 +50,7 @@ def _num_tiles(num_rows, cu_seqlens_q, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q: tl.constexpr):
-    """The row and the tile of it at a place among all tiles: by row, and in a row from last to first."""
+    """The row, and the tile in it, of a place among all tiles: by row, and in a row from last to first."""
     row = 0
     end_tile = 0
     tile = place
@@ -66,7 +66,7 @@ def _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _split(num_keys, most_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many keys a split of a tile has, and how many splits that makes."""
+    """The keys of a tile's split, and the number of splits."""
     num_splits = tl.minimum(tl.maximum(num_keys // MIN_SPLIT, 1), most_splits)
     split_len = tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits), 1) * BLOCK_N
     return split_len, tl.maximum(tl.cdiv(num_keys, split_len), 1)
@@ -80,7 +80,7 @@ def prefill_kernel(
     out,
     partial_out,  # SPLIT: [most_items, heads of the grid, BLOCK_M, V_DIM] float32
     partial_lse,  # [most_items, heads of the grid, BLOCK_M] float32, log2 units
-    most_items,  # of tiles and their splits, where there are splits
+    most_items,  # with SPLIT: splits of all tiles, at most
     sinks,
     block_tables,
     row_slots,
@@ -111,20 +111,20 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PACK: tl.constexpr,  # lines of a tile that each query has: 1, or those of all heads that share a KV head, padded
+    PACK: tl.constexpr,  # a query's lines in a tile: 1, or one per head that shares the KV head, padded
     SPLIT: tl.constexpr,  # whether the keys of a tile may be split
     MIN_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N
     PDL: tl.constexpr,
 ):
-    """One program: some tiles of BLOCK_M queries of one row, for one head; or splits of tiles.
+    """One program: one or more tiles of BLOCK_M queries of a row, for one head; or splits of tiles.
 
     With PACK, a tile has BLOCK_M / PACK queries, each for all heads of one KV head, and the grid is over KV heads.
 
-    The grid has tiles for the step's tokens and a few rows' broken ends; in a step of very many short prompts a program
-    takes several. Tiles go by row, and in a row from last to first: the last reads the most keys.
+    The grid has room for the step's tokens and a few rows' partial tiles; with very many short prompts, a program takes
+    several tiles. Tiles go by row, and in a row from last to first: the last reads the most keys.
 
-    With SPLIT, each tile has as many splits as most_items allow for all tiles alike; it uses those that its keys are
-    enough for. They leave their results in the scratch, for ``add_up_kernel``.
+    With SPLIT, most_items is divided equally among the tiles; each uses as many splits as its keys fill. Their results
+    go to the scratch, for ``add_up_kernel``.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if PDL:
@@ -142,7 +142,7 @@ def prefill_kernel(
     most_splits = 1
     if SPLIT:
         most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
-    # Without disable_licm what the inner loops compute once is kept in registers across tiles, and some is spilled.
+    # Without disable_licm, loop invariants of the inner loops stay in registers across tiles, and spill.
     for item in tl.range(tl.program_id(1), all_tiles * most_splits, tl.num_programs(1), disable_licm=True):
         split = 0
         place = item
@@ -167,7 +167,7 @@ def prefill_kernel(
         )
         top = tl.full((BLOCK_M,), -1e30, tl.float32)
         total = tl.full((BLOCK_M,), 0.0, tl.float32)
-        if HAS_SINKS:  # a column without a value: the first split's
+        if HAS_SINKS:  # a score without a value, in the first split
             sink = tl.maximum(top, tl.load(sinks + tl.where(is_line, heads, 0)).to(tl.float32) * LOG2E)
             if SPLIT:
                 top = tl.where(split == 0, sink, top)
@@ -177,9 +177,9 @@ def prefill_kernel(
                 total = total + 1.0
         acc = tl.full((BLOCK_M, V_PADDED), 0.0, tl.float32)
 
-        # Up to full_start the window hides some keys from some queries, from there to full_end every query sees every
-        # key, and behind that some keys lie in some queries' future. Most of a long row is in the middle, which needs
-        # neither masks nor bounds: 610 instructions a tile of 128 keys where the others take 1,016 (SASS, size 128).
+        # Before full_start the window hides keys from some queries; from there to full_end every query sees every key;
+        # after full_end keys lie in some queries' future. Most keys of a long row are in the middle, which needs no
+        # masks: 610 instructions a tile of 128 keys, where the others take 1,016 (SASS, size 128).
         past = context_len - query_len + tile * BLOCK_Q  # tokens before the tile's first query
         end = tl.minimum(context_len, past + BLOCK_Q)
         start = 0
@@ -191,7 +191,7 @@ def prefill_kernel(
             full_end = tl.maximum(full_end, start)
             full_start = tl.minimum(full_start, full_end)
         num_splits = 1
-        if SPLIT:  # the three stretches, cut to the split's own
+        if SPLIT:  # clip the three ranges to the split
             split_len, num_splits = _split(end - start, most_splits, MIN_SPLIT, BLOCK_N)
             start += split * split_len
             end = tl.minimum(end, start + split_len)
@@ -267,13 +267,13 @@ def add_up_kernel(
     HAS_WINDOW: tl.constexpr,
     PACK: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    LINES: tl.constexpr,  # of a tile that a program adds up
-    CHUNK: tl.constexpr,  # splits at once: their loads are in flight together
+    LINES: tl.constexpr,  # of a tile, per program
+    CHUNK: tl.constexpr,  # splits whose loads are in flight together
     PDL: tl.constexpr,
 ):
-    """One program: LINES lines of a tile that was split, for one head of the grid. Weighs the splits, in order.
+    """One program: LINES lines of a split tile, for one head of the grid. Adds the splits in order.
 
-    One program for a whole tile would read 64 KiB a split, one split behind another.
+    One program for a whole tile would read 64 KiB per split, one after another.
     """
     if PDL:
         gdc_wait()
@@ -284,7 +284,7 @@ def add_up_kernel(
     place = tl.program_id(1) // SLICES
     all_tiles = _num_tiles(num_rows, cu_seqlens_q, BLOCK_Q)
     most_splits = tl.maximum(most_items // tl.maximum(all_tiles, 1), 1)
-    if (most_splits > 1) & (place < all_tiles):  # all tiles that are split have a place in the grid
+    if (most_splits > 1) & (place < all_tiles):  # the grid covers every split tile
         row, tile = _tile_at(place, num_rows, cu_seqlens_q, BLOCK_Q)
         token_start = tl.load(cu_seqlens_q + row)
         query_len = tl.load(cu_seqlens_q + row + 1) - token_start

@@ -1,13 +1,12 @@
-"""Rotary positions in Triton, with the norm of query and key heads that some families put before, and the way of keys
-and values into their pages behind.
+"""RoPE in Triton, fused with the QK norm before it and the store of keys and values into pages behind it.
 
 Contract:
-- heads come in the order of a fused projection: queries, keys, values. A token's are contiguous, any stride between
-  tokens. They are in the model's dtype, or the unsummed parts of that projection, [num_splits, ...] float32, which are
-  added in their order.
+- heads are ordered as in a fused projection: queries, keys, values. A token's heads are contiguous, any stride between
+  tokens. They are in the model's dtype, or partial sums of the projection, [num_splits, ...] float32, which are added
+  in order.
 - cos_sin: [max_len, rotary_dim] float32, a position's cosines and then its sines; rotary_dim is even and at most
-  head_dim. Element i turns with element i + rotary_dim / 2; what lies beyond rotary_dim stays.
-- computed in float32 and rounded once. Values are neither normalised nor turned.
+  head_dim. Element i rotates with element i + rotary_dim / 2; elements from rotary_dim on are unchanged.
+- computed in float32 and rounded once. Values are neither normalised nor rotated.
 - head sizes are at least 2, not only powers of two. Offsets into caches and tokens are 64 bits wide.
 """
 
@@ -53,9 +52,9 @@ def _rope_kernel(
     HAS_SLOTS: tl.constexpr,  # else token t's page is t
     PDL: tl.constexpr,
 ):
-    """One program: some query, key or value heads of one token, as two halves that turn and a rest that does not.
+    """One program: some query, key or value heads of one token, as two rotated halves and an unrotated rest.
 
-    In place that needs no barrier: no element is loaded by two warps.
+    Works in place without a barrier: no element is loaded by two warps.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
@@ -69,19 +68,19 @@ def _rope_kernel(
     before = tl.where(is_query, 0, tl.where(is_value, NUM_Q_HEADS + NUM_KV_HEADS, NUM_Q_HEADS))
     head = (chunk - first_chunk) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     num_heads = tl.where(is_query, NUM_Q_HEADS, NUM_KV_HEADS)
-    num_turned = tl.where(is_value, 0, num_heads)
-    # Everything has the tile's shape, weights and angles too: what is broadcast later goes through shared memory.
+    num_rotated = tl.where(is_value, 0, num_heads)
+    # Weights and angles have the tile's shape too: a later broadcast would go through shared memory.
     half = head * 0 + tl.arange(0, HALF_PADDED)[None, :]
     rest = head * 0 + tl.arange(0, REST_PADDED)[None, :]
     mask = (head < num_heads) & (half < HALF)
     rest_mask = (head < num_heads) & (rest < REST)
-    turned_mask = (head < num_turned) & (half < HALF)
+    rotated_mask = (head < num_rotated) & (half < HALF)
     if HAS_NORM:
         by = weights + tl.where(is_query, 0, HEAD_DIM)
-        first_by = tl.load(by + half, mask=turned_mask)
-        second_by = tl.load(by + HALF + half, mask=turned_mask)
+        first_by = tl.load(by + half, mask=rotated_mask)
+        second_by = tl.load(by + HALF + half, mask=rotated_mask)
         if REST:
-            rest_by = tl.load(by + ROTARY_DIM + rest, mask=(head < num_turned) & (rest < REST))
+            rest_by = tl.load(by + ROTARY_DIM + rest, mask=(head < num_rotated) & (rest < REST))
     if PDL:
         gdc_wait()
 
@@ -99,9 +98,9 @@ def _rope_kernel(
     if REST:
         third = load_parts(heads + head * HEAD_DIM + ROTARY_DIM + rest, rest_mask, split_stride, NUM_SPLITS)
     if HAS_ROPE:
-        cos = tl.load(angles, mask=turned_mask)
-        sin = tl.load(angles + HALF, mask=turned_mask)
-    if PDL:  # reading was the work; this also keeps ptxas from moving loads behind sums
+        cos = tl.load(angles, mask=rotated_mask)
+        sin = tl.load(angles + HALF, mask=rotated_mask)
+    if PDL:  # reading is most of the work; this also keeps ptxas from moving loads behind the sums
         gdc_launch_dependents()
 
     first = add_up(first)
@@ -118,9 +117,9 @@ def _rope_kernel(
         if REST:
             third = tl.where(is_value, third, third * rescale * rest_by)
     if HAS_ROPE:
-        turned = tl.where(is_value, first, first * cos - second * sin)
+        rotated = tl.where(is_value, first, first * cos - second * sin)
         second = tl.where(is_value, second, second * cos + first * sin)
-        first = turned
+        first = rotated
 
     out = q_out + token * q_stride
     if chunk >= FIRST_KEY:
@@ -138,11 +137,11 @@ def qk_norm_rope(
     qk: Tensor,  # [num_tokens, num_heads + num_kv_heads, head_dim], changed in place
     num_heads: int,
     positions: Tensor,  # [num_tokens] int32 or int64
-    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: nothing turns
+    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: no rotation
     weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads; None: no norm
     eps: float,
 ) -> None:
-    """Normalise each head (RMS), then turn it by its token's position."""
+    """Normalise each head (RMS), then rotate it by its token's position."""
     if cos_sin is None and weights is None:
         return
     assert qk.stride(2) == 1 and qk.stride(1) == qk.shape[2]
@@ -155,14 +154,14 @@ def rope_and_store(
     num_heads: int,
     num_kv_heads: int,  # num_columns = (num_heads + 2 * num_kv_heads) * head_dim
     positions: Tensor,  # [num_tokens] int32 or int64
-    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: nothing turns
+    cos_sin: Tensor | None,  # [max_len, rotary_dim] float32; None: no rotation
     weights: Tensor | None,  # [2, head_dim] float32, of query heads and of key heads; None: no norm
     eps: float,
     k_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], heads contiguous, any other stride
     v_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], the same but between blocks
     slot_mapping: Tensor,  # [num_tokens] int32: block * block_size + offset
 ) -> Tensor:
-    """Normalise heads (RMS) and turn them by their token's position; keys and values go into their pages.
+    """Normalise query and key heads (RMS), rotate them by position, and store keys and values in their pages.
 
     Returns the queries, [num_tokens, num_heads, head_dim] in the caches' dtype.
     """
@@ -181,19 +180,19 @@ def _launch(
     eps: float,
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k_pages: Tensor,  # [num_pages, block_size, num_kv_heads, head_dim]
-    v_pages: Tensor | None,  # None: heads have no values
+    v_pages: Tensor | None,  # None: ``heads`` has no values
     slot_mapping: Tensor | None,  # None: token t's page is t
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
     if not num_tokens:
         return
     block_size, num_kv_heads = k_pages.shape[1:3]
-    # Where nothing turns, an odd head is two halves and one element more: GPT-2 has learned positions and any size.
+    # Without RoPE, an odd head size is two halves and one element: GPT-2 has learned positions and any head size.
     rotary_dim = head_dim // 2 * 2 if cos_sin is None else cos_sin.shape[1]
     half_padded = triton.next_power_of_2(rotary_dim // 2)
     rest_padded = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else half_padded
-    # 512 elements of a tile on 64 threads are 16 bytes a thread in 16 bits: six programs a token of 48 heads of 128.
-    # No more threads than the narrower tile has elements, or two warps would load one element, in place after a store.
+    # 512 elements on 64 threads are 16 bytes per thread in 16 bits: six programs per token of 48 heads of 128. No more
+    # threads than the narrower tile has elements: else a second warp would load an element after its store in place.
     block_heads = min(triton.next_power_of_2(num_heads), max(1, 512 // max(half_padded, rest_padded)))
     num_warps = max(1, block_heads * min(half_padded, rest_padded) // 256)
     num_chunks = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads) * (

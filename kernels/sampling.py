@@ -1,13 +1,13 @@
-"""What a step opens and ends with, in Triton: placeholders filled in and tables brought up to date; tokens chosen.
+"""The first and last kernels of a step, in Triton: fill in placeholders and update tables; sample tokens.
 
 Knows rows of numbers; knows no request.
 
 Contract:
 - logits: [num_rows, num_columns] in bfloat16, float16 or float32, last dimension contiguous, any stride between rows.
-- all that is not logits is int32 and contiguous; floats among the params travel as their bits. Indices are trusted.
-  What the words of a slot mean is in ``slot_layout``.
-- a row's token is a function of that row: it has the same bits alone and in any batch. No float is added up in an order
-  that could vary. Nor do its logits' dtype and the graph that its neighbours ask for change its token.
+- all other tensors are int32 and contiguous; floats among the parameters are stored as their bits. Indices are not
+  checked. ``slot_layout`` defines the words of a slot.
+- a row's token depends on that row alone, bit for bit: no float sum has a varying order, and neither the logits' dtype
+  nor the other rows' choice of graph changes it.
 - nothing is sorted. A filter is a threshold on the logit (``filters``).
 """
 
@@ -23,7 +23,7 @@ from cbatch.kernels.filters import TEMPERATURE, thresholds
 from cbatch.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 # No kernel may call an argument "params": the launcher that Triton 3.6 generates has a variable of that name.
-CHUNK = 4096  # columns of one program that chooses: 32 rows of 128,256 are one wave of programs
+CHUNK = 4096  # columns per program of _choose_kernel: 32 rows of 128,256 columns are 1,024 programs, one wave
 
 SEED = tl.constexpr(layout.SEED)
 FEATURES = tl.constexpr(layout.FEATURES)
@@ -52,7 +52,7 @@ def _begin_step_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one piece of each of the three lists, which have nothing to do with each other."""
+    """One program: a piece of each of the three independent lists."""
     if PDL:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def begin_step(
     param_slots: Tensor,  # [num_new] int32
     param_values: Tensor,  # [num_new, num_words] int32
 ) -> Tensor:
-    """Scatter what is new into tables and parameters, and return the step's tokens with the placeholders filled in."""
+    """Scatter updates into tables and parameters. Returns the step's tokens with the placeholders filled in."""
     out = torch.empty_like(input_ids)
     sizes = out.numel(), table_index.numel(), param_values.numel()
     block = 256
@@ -116,11 +116,11 @@ def _mix(x):
 
 @triton.jit
 def pack(score, column):
-    """score << 32 | how far the column is from the last one: the larger is the better, or the first of two as good.
+    """score << 32 | (last column - column): the maximum is the best score, and of ties the first column.
 
-    The score is an integer that orders as the float does, with NaN above all.
+    The score becomes an integer of the same order, with NaN above all.
     """
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: they are as good
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: a tie
     key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - column)
 
@@ -156,7 +156,7 @@ def _choose_kernel(
         random = temperature > 0
         if FILTERED:
             score = tl.where(score < tl.load(thresholds + row), -float("inf"), score)
-            random = random & (tl.max(score, 0) > -float("inf"))  # few chunks have any of the top k
+            random = random & (tl.max(score, 0) > -float("inf"))  # most chunks keep no token: skip their noise
         if random:
             position = (tl.load(positions + tl.load(sample_rows + row)) + 1).to(tl.uint32, bitcast=True)
             low = tl.load(words + SEED).to(tl.uint32, bitcast=True)
@@ -191,7 +191,7 @@ def _finish_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the best chunk of one row; with KEEP its slot's count of the token, and its recent tokens."""
+    """One program: the best chunk of one row. With KEEP, updates the slot's count and recent tokens."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0)
@@ -217,7 +217,7 @@ def greedy(
     last_tokens: Tensor,  # [num_slots] int32, changed in place
     sampled: Tensor,  # [at least num_rows] int32, changed in place
 ) -> None:
-    """Put the first column of each row's largest logit into last_tokens[out_slots] and sampled. NaN is the largest.
+    """Write each row's argmax, of ties the first, to last_tokens[out_slots] and sampled. NaN is the largest.
 
     Two launches.
     """
@@ -228,16 +228,16 @@ def draw(
     logits: Tensor,  # [num_rows, num_columns]
     slot_params: Tensor,  # [num_slots, NUM_WORDS] int32
     positions: Tensor,  # [num_tokens] int32
-    sample_rows: Tensor,  # [num_rows] int32: the token behind which a row draws
-    out_slots: Tensor,  # [num_rows] int32: whose parameters, and whose token it is
+    sample_rows: Tensor,  # [num_rows] int32: the step's token behind which a row samples
+    out_slots: Tensor,  # [num_rows] int32: each row's slot
     last_tokens: Tensor,  # [num_slots] int32, changed in place
     sampled: Tensor,  # [at least num_rows] int32, changed in place
     *,
     filtered: bool,  # whether some row asks for top-k, top-p or min-p
-    counts: Tensor | None = None,  # and lists: to be kept, changed in place
+    counts: Tensor | None = None,  # with lists: updated in place
     lists: Tensor | None = None,
 ) -> None:
-    """Draw a token of each row from softmax(logits / temperature) over what ``thresholds`` keeps of it.
+    """Draw each row's token from softmax(logits / temperature) over the logits that ``thresholds`` keeps.
 
     Rows of temperature 0 take the first largest logit. A row whose logits are all -inf takes token 0. Two launches,
     three if ``filtered``.
@@ -251,7 +251,7 @@ def _choose(
     out_slots: Tensor,
     last_tokens: Tensor,
     sampled: Tensor,
-    slot_params: Tensor | None = None,  # and what follows: to draw
+    slot_params: Tensor | None = None,  # None: greedy, and all below is None too
     positions: Tensor | None = None,
     sample_rows: Tensor | None = None,
     limits: Tensor | None = None,
@@ -263,7 +263,7 @@ def _choose(
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     options = launch_options(logits.device)
     num_words = 0 if slot_params is None else slot_params.shape[1]
-    words = out_slots if slot_params is None else slot_params  # what a launch does not read is any tensor
+    words = out_slots if slot_params is None else slot_params  # any tensor serves as an unused argument
     places = [out_slots if tensor is None else tensor for tensor in (positions, sample_rows)]
     _choose_kernel[(num_rows, num_chunks)](
         logits,

@@ -1,4 +1,4 @@
-"""A stock model of transformers, one batch at a time, its host work hidden behind the GPU: see ``generator``."""
+"""Runs a stock transformers model one batch at a time, with host work hidden behind the GPU: see ``generator``."""
 
 from cbatch.interleave.generator import InterleavedGenerator
 

@@ -1,6 +1,6 @@
-"""One batch on the device: what the next step reads, at fixed addresses, and the step, also as a CUDA graph.
+"""One batch's state on the device, at fixed addresses, and the step over it, eager or as a CUDA graph.
 
-Knows a model of transformers and how tokens are chosen; knows no stream but the ones it captures on.
+Knows a model of transformers and a ``Search``; knows no stream but the one it captures on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CacheKind = Literal["static", "dynamic"]
 
 
 class _MaskedDynamicCache(DynamicCache):
-    """For prompts with padding. Transformers omits the mask if there is none, and reads it back from the device to find
-    out; with a cache that calls itself compileable it does not look, and always makes the mask."""
+    """For padded prompts. Transformers reads the mask from the device to see whether it can omit it, unless the cache
+    calls itself compileable; then it always uses the mask."""
 
     @property
     def is_compileable(self) -> bool:
@@ -35,10 +35,10 @@ class _MaskedDynamicCache(DynamicCache):
 
 
 def static_cache(config: Any, max_len: int) -> Cache:
-    """A ``StaticCache`` whose layers all keep all positions; a sliding window is then in the mask only.
+    """A ``StaticCache`` whose layers all keep all positions; only the mask has a sliding window.
 
-    Transformers' layer for a sliding window counts in Python until the window is full, and from then on shifts it for
-    each token: a captured step would neither count nor start to shift.
+    Transformers' sliding-window layer counts tokens in Python, and shifts the window once it is full: a captured step
+    would do neither.
     """
     layers: list[Any] = StaticCache(config=config, max_cache_len=max_len).layers
     return Cache(
@@ -49,24 +49,24 @@ def static_cache(config: Any, max_len: int) -> Cache:
 
 
 def num_embeddings(model: Any) -> int:
-    """How many token ids a model knows. A padded head has logits for more, which are never chosen."""
+    """The number of token ids. A padded head has more logits, which are never chosen."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 @dataclass(frozen=True)
 class Batch:
-    input_ids: Tensor  # [num_rows, length] int64; with beams, a row for each
+    input_ids: Tensor  # [num_rows, length] int64; a row per beam
     attention_mask: Tensor  # as input_ids; 0 at padding, which is on the left
-    padded: bool  # whether there is any padding
+    padded: bool  # whether any row has padding
     max_new_tokens: int
 
 
 class Decoding:
-    """The state of a batch: ``load`` it, ``prefill`` it, then ``step``. Each of the latter two chooses a token a row.
+    """The state of a batch: ``load``, ``prefill``, then ``step``. The latter two choose a token per row.
 
     Args:
-        forward: the model, or what torch.compile made of it; for steps only.
-        max_len: positions that the cache has room for.
+        forward: the model, compiled or not; for steps only.
+        max_len: positions of the cache.
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any], search: Search, max_len: int, cache: CacheKind) -> None:
@@ -78,7 +78,7 @@ class Decoding:
         self._mask = torch.ones(num_rows, max_len, dtype=torch.int64, device=device)
         self._cache: Any = static_cache(model.config, max_len) if cache == "static" else None
         self._graph: torch.cuda.CUDAGraph | None = None
-        # All logits of a prompt would be [tokens, vocab_size].
+        # Without it, a prompt's logits are [tokens, vocab_size].
         accepts = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
 
@@ -87,14 +87,14 @@ class Decoding:
         length = batch.input_ids.shape[1]
         self._prompt = batch.input_ids
         self._mask[:, :length] = batch.attention_mask
-        self._mask[:, length:] = 1  # later positions are hidden by the causal mask until they are computed
+        self._mask[:, length:] = 1  # the causal mask hides later positions until they are computed
         self._prompt_positions = (batch.attention_mask.cumsum(-1) - 1).clamp(min=0)
         self._positions.copy_(self._prompt_positions[:, -1:])
         self._masked = batch.padded or self._kind == "static"
         if self._kind == "dynamic":
             self._cache = (_MaskedDynamicCache if batch.padded else DynamicCache)(config=self._model.config)
         else:
-            self._cache.reset()  # to zeros: hidden values are multiplied by 0, which leaves NaN as it is
+            self._cache.reset()  # to zeros: masked values are multiplied by 0, and 0 * NaN is NaN
         self.search.reset(batch.max_new_tokens)
 
     def prefill(self) -> None:
@@ -104,25 +104,24 @@ class Decoding:
         self._choose(self._model(**inputs).logits)
 
     def step(self) -> None:
-        """Compute the tokens chosen last, and choose the next ones. Waits for nothing."""
+        """Compute the last tokens, and choose the next ones. Waits for nothing."""
         if self._graph is not None:
             self._graph.replay()
         else:
             self._step()
 
     def capture(self) -> None:
-        """Make a CUDA graph of the step, of a loaded prompt. Waits for the device, and until no engine is being built;
-        ``load`` again afterwards.
+        """Capture the step as a CUDA graph, with a loaded prompt; ``load`` again afterwards.
 
-        The whole step is in it: masks, model, choice, bookkeeping; so a replay is all the host launches. The graphs
-        that torch.compile makes by itself (``mode="reduce-overhead"``) hold the model alone, and the next replay
-        writes over their results, which another stream may still read.
+        Waits for the device, and for engines that are being built. The graph holds the whole step (masks, model,
+        choice, bookkeeping), so the host launches nothing else. torch.compile's own graphs (``mode="reduce-overhead"``)
+        hold the model alone, and a replay overwrites their results, which another stream may still read.
 
         Raises UnsupportedModelError if the model waits for a value from the device.
         """
         device = self.search.report.device
-        with alone(device):  # also while torch.compile tunes kernels, for which it waits for the device
-            self.prefill()  # the cache gets its memory
+        with alone(device):  # torch.compile's autotuning waits for the whole device
+            self.prefill()  # allocates the cache
             stream = take_stream(device)
             try:
                 self._graph = self._capture_on(stream)
@@ -133,7 +132,7 @@ class Decoding:
         caller = torch.cuda.current_stream(stream.device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: kernels are compiled, libraries choose theirs
+            for _ in range(2):  # warm-up: compiles kernels, and lets libraries choose theirs
                 self._rewind()
                 self._step()
             self._rewind()
@@ -154,7 +153,7 @@ class Decoding:
         return graph
 
     def _rewind(self) -> None:
-        """Go back to an empty cache, so that warm-up steps stay within the model's positions."""
+        """Empty the cache, so that warm-up steps stay within the model's positions."""
         self._mask.fill_(1)
         self._positions.fill_(0)
         self._cache.reset()

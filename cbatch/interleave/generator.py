@@ -1,8 +1,8 @@
-"""``generate`` for a stock model of transformers, with the host's work hidden behind the GPU's.
+"""``generate`` for a stock transformers model, with the host's work hidden behind the GPU's.
 
-While token i computes on one stream, the host queues token i+1 on the other; then it waits for token i to arrive in
-pinned memory, and reads whether that was the last one. So the device always has a token to compute while the host waits
-or works. Tokens that it computes after the last one are dropped.
+While token i computes on one stream, the host queues token i+1 on the other; then it waits for token i in pinned
+memory, and reads whether that was the last. So the device always has a token to compute. Tokens after the last one are
+dropped.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from cbatch.prompts import encode_prompt
 from cbatch.tokenizer import check_tokenizer
 
 _log = logging.getLogger(__name__)
-_PAGE = 64  # positions: the size of a compiled or captured step is rounded up to a multiple, to serve more prompts
-_said: set[str] = set()  # warnings that this process has logged
+_PAGE = 64  # positions: compiled and captured steps are rounded up to a multiple, so that more prompts fit
+_warned: set[str] = set()  # warnings that this process has logged
 
 
 class InterleavedGenerator:
     """A causal LM of transformers, one batch at a time.
 
     Args:
-        model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It stays as it is. A few tokens
-            are computed, step by step and at once: a model whose logits then differ is refused.
+        model: a ``PreTrainedModel`` in evaluation mode, with all weights on one device. It is not changed. A few tokens
+            are computed, in steps and at once; a model whose logits differ is refused.
         tokenizer: of transformers, for prompts that are text.
-        num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each one more lets the host
-            run one token further ahead, and computes one more in vain at a stop. On the CPU there is one lane, which
-            ``num_lanes`` and one line in the log say.
-        compile: launch a step as one CUDA graph. ``"cudagraphs"``: of the model's own kernels; ``True``: of what
-            torch.compile makes of the model, which the first call waits for, and each of another size may. On the CPU,
-            ``True`` is torch.compile alone. The graph, and its cache, are kept for the next call that they fit.
-        cache: ``"static"``: all positions of the call are allocated at its start. ``"dynamic"``: the cache grows.
+        num_streams: CUDA streams that take turns, at least 1. Two hide the host's work; each further one lets the host
+            run one token further ahead, and wastes one more token at a stop. The CPU has one lane; ``num_lanes`` and a
+            warning say so.
+        compile: launch a step as one CUDA graph. ``"cudagraphs"``: of the model's own kernels; ``True``: of the model
+            as torch.compile compiles it, in the first call and perhaps again for other sizes. On the CPU, ``True`` is
+            torch.compile alone. The graph and its cache are kept for the next call that they fit.
+        cache: ``"static"``: all positions of a call are allocated at its start. ``"dynamic"``: the cache grows.
 
-    After each call, ``num_steps`` is the number of forward passes it made, ``num_wasted_steps`` how many of them came
-    after the last token that was needed: at most ``num_lanes - 1``.
+    After each call, ``num_steps`` is the number of its forward passes, and ``num_wasted_steps`` the number of those
+    after the last token: at most ``num_lanes - 1``.
 
     Raises:
-        ConfigError: an option out of range, a tokenizer that is none, or a model in training mode.
-        UnsupportedModelError: a model that cannot be run so, with the reason.
+        ConfigError: an option out of range, an invalid tokenizer, or a model in training mode.
+        UnsupportedModelError: the model cannot be run in steps; the message says why.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class InterleavedGenerator:
         self.num_streams, self.compile, self.cache = num_streams, compile, cache
         self.num_lanes = num_streams if on_gpu else 1
         if self.num_lanes < num_streams:
-            _say_once(f"num_streams={num_streams}: there are no streams on {self._device}, so one lane computes")
+            _warn_once(f"num_streams={num_streams}: there are no streams on {self._device}, so one lane computes")
         self.num_steps = self.num_wasted_steps = 0
         self._lanes: Lanes = CudaLanes(num_streams, self._device) if on_gpu else HostLane()
         self._forward: Callable[..., Any] = torch.compile(model.__call__) if compile is True else model
@@ -105,10 +105,10 @@ class InterleavedGenerator:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model. Another one needs another generator: what was compiled or captured is of this one."""
+        """The model, which cannot be replaced: compiled and captured steps belong to it."""
         return self._model
 
-    @torch.inference_mode(False)  # or a graph captured within the caller's inference mode would fail outside of it
+    @torch.inference_mode(False)  # a graph captured in the caller's inference mode would fail outside of it
     @torch.no_grad()
     def generate(
         self,
@@ -128,26 +128,26 @@ class InterleavedGenerator:
         generator: torch.Generator | None = None,
         streamer: Any = None,
     ) -> Tensor | str | list[str]:
-        """The prompts and what follows them, as ``model.generate`` of transformers gives it.
+        """Continues prompts, as transformers' ``model.generate``.
 
-        Where an option is None, the model's ``generation_config`` decides, and then transformers' default.
+        An option that is None comes from the model's ``generation_config``, else from transformers' defaults.
 
         Args:
             input_ids: ``[batch_size, length]`` int64, padded on the left; or, with a tokenizer, one text or several.
-            attention_mask: ``[batch_size, length]``, 0 where a prompt is padded. None: padding is where
-                ``pad_token_id`` is, if that is no stop token; else there is none.
+            attention_mask: ``[batch_size, length]``, 0 at padding. None: tokens equal to ``pad_token_id`` are padding,
+                unless it is a stop token.
             do_sample: True draws each token, False takes the likeliest. None: True if ``temperature``, ``top_k`` or
                 ``top_p`` is given. (With False these three are refused.)
-            temperature, top_k, top_p: above 0; at least 0, where 0 is all; above 0 and at most 1. As the warpers of
-                transformers have them, in this order.
-            num_beams: above 1, beam search, with ``length_penalty`` and ``early_stopping``.
-            eos_token_id: one or several; ``[]``: none, every row goes on to ``max_new_tokens``.
-            pad_token_id: what follows the end of a row that ended before others. None: the first stop token.
-            generator: where the seed of sampling comes from; None: torch's own, which ``torch.manual_seed`` sets.
-            streamer: with ``put`` and ``end``, as transformers'. A token is put while the next one computes.
+            temperature, top_k, top_p: above 0; at least 0, with 0 for all; above 0 and at most 1. transformers' warpers
+                apply them in this order.
+            num_beams: above 1: beam search, with ``length_penalty`` and ``early_stopping``.
+            eos_token_id: one or several; ``[]``: none, so every row has ``max_new_tokens``.
+            pad_token_id: fills rows that end before others. None: the first stop token.
+            generator: the source of the sampling seed; None: torch's own, which ``torch.manual_seed`` sets.
+            streamer: with ``put`` and ``end``, as transformers'. It gets a token while the next one computes.
 
         Returns:
-            ``[batch_size, length + new tokens]`` int64, on the model's device. For text, the new text alone: one
+            ``[batch_size, length + new tokens]`` int64, on the model's device. For text, only the new text: one
             string for one prompt, else a list.
 
         Raises:
@@ -226,7 +226,7 @@ class InterleavedGenerator:
         batch = Batch(input_ids, attention_mask, padded, limit)
         decoding = self._decoding(batch, choice)
         decoding.load(batch)
-        if choice.do_sample:  # a generator of its own can be captured, and the caller's stays the caller's
+        if choice.do_sample:  # a captured step needs its own generator, which the caller's seeds
             device = generator.device if generator is not None else "cpu"
             decoding.search.generator.manual_seed(int(torch.randint(2**62, (), generator=generator, device=device)))
         lanes, behind = self._lanes, self._lanes.depth - 1
@@ -252,7 +252,7 @@ class InterleavedGenerator:
         return decoding.search.result(num_tokens)
 
     def _decoding(self, batch: Batch, choice: Choice) -> Decoding:
-        """What runs this batch. Captures a step, and waits for it, unless the last one fits."""
+        """The decoding state for this batch. Captures a step, and waits for it, unless the last one fits."""
         num_rows, length = batch.input_ids.shape
         batch_size, limit = num_rows // choice.num_beams, batch.max_new_tokens
         max_len = length + limit
@@ -261,7 +261,7 @@ class InterleavedGenerator:
             key = choice, batch_size, _weights(self.model)
             if self._captured and self._captured[0] == key and self._captured[1].max_len >= max_len:
                 return self._captured[1]
-            self._captured = None  # its memory is the new one's
+            self._captured = None  # frees its memory for the new one
         if self.compile:
             max_len = -(-max_len // _PAGE) * _PAGE
         search_class = Beams if choice.num_beams > 1 else Tokens
@@ -274,7 +274,7 @@ class InterleavedGenerator:
         return decoding
 
     def _check_prompt(self, ids: Tensor, mask: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-        """Prompt and mask on the model's device, int64. Waits for the device, to look at them."""
+        """Prompt and mask on the model's device, int64. Waits for the device to check them."""
         if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
             raise InvalidRequestError(
                 f"input_ids are {ids.dtype} of shape {list(ids.shape)}, but must be int64 [batch_size, length], and "
@@ -315,7 +315,7 @@ class InterleavedGenerator:
 
 
 def _checked(model: Any) -> torch.device:
-    """The device of a model; raises UnsupportedModelError for one that cannot be run so."""
+    """The model's device. Raises UnsupportedModelError if the model cannot be run in steps."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}, but must be a PreTrainedModel of transformers (give the model "
@@ -328,7 +328,7 @@ def _checked(model: Any) -> torch.device:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no position_ids, so padded prompts could not be told apart")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if "chunked_attention" in kinds:  # of which transformers' create_masks_for_generate fails to make the mask
+    if "chunked_attention" in kinds:  # transformers' create_masks_for_generate fails for it
         raise UnsupportedModelError(f"{name} attends within chunks, whose masks cannot be made ahead of a step")
     devices = list({parameter.device for parameter in model.parameters()})
     if len(devices) != 1 or devices[0].type not in ("cuda", "cpu"):
@@ -349,11 +349,11 @@ def _in_evaluation(model: PreTrainedModel) -> None:
 
 
 def _weights(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Where the weights lie: a graph goes on reading these addresses, even if the caller replaces the weights."""
+    """The weights' addresses, which a graph reads even after the caller has replaced the weights."""
     return tuple((weight.data_ptr(), weight.dtype) for weight in itertools.chain(model.parameters(), model.buffers()))
 
 
-def _say_once(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        _log.warning(what)
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)

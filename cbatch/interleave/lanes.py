@@ -1,11 +1,11 @@
-"""When a token is computed: on two CUDA streams in turn, ordered by events; on the CPU, at once.
+"""Launches steps on CUDA streams in turn, ordered by events; on the CPU, computes them at once.
 
     host    | launch 1 | launch 2 | read 1 | launch 3 | read 2 | launch 4 | read 3 ...
     lane 0   ==== 1 ====-copy-               ==== 3 ====-copy-
     lane 1              ==== 2 ====-copy-               ==== 4 ====-copy-
 
-Token i+1 needs token i, so the steps never overlap: each begins by waiting for the event that the one before it
-records. What overlaps with the steps is the host's work, and the copies to the host. Knows no model.
+Token i+1 needs token i, so steps never overlap: each first waits for the event that the one before it records. The
+host's work and the copies to the host overlap with the steps. Knows no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cbatch.streams import give_back, take_stream
 
 
 class Lanes(Protocol):
-    depth: int  # steps that are launched before the first of them is read
+    depth: int  # steps launched before the first of them is read
 
     def open(self, report: Tensor, num_steps: int) -> None:
         """Begin a batch. ``report [at least num_steps, width]`` int64: step i writes row i, and only that."""
@@ -30,10 +30,10 @@ class Lanes(Protocol):
         """Queue step ``index`` behind the one before it, and the copy of its row to the host. Waits for nothing."""
 
     def land(self, index: int) -> Tensor:
-        """Wait until the row of a step is on the host, and return it."""
+        """Wait for a step's row on the host, and return it."""
 
     def close(self) -> None:
-        """Let the caller's stream go on after all that was launched. The host does not wait."""
+        """Make the caller's stream wait for all launched steps. The host does not wait."""
 
 
 class HostLane:
@@ -65,10 +65,9 @@ class _Lane:
 class CudaLanes:
     """``depth`` streams in turn. ``land`` is the only place where the CPU waits.
 
-    What a step allocates on its own stream, the next step may read on another. That needs no ``record_stream``: memory
-    that is freed meanwhile goes back to the stream that it came from, and the next step on that stream begins by
-    waiting for the step before it, which comes after every reader. Each row of the report is written once, so its copy
-    to the host may come as late as it likes.
+    A step may read what the step before it allocated on another stream. That needs no ``record_stream``: freed memory
+    goes back to the stream that it came from, and the next step there first waits for the step before it, which comes
+    after every reader. Each row of the report is written once, so its copy to the host may run late.
     """
 
     def __init__(self, depth: int, device: torch.device) -> None:
@@ -76,10 +75,10 @@ class CudaLanes:
         self._lanes = [_Lane(device) for _ in range(depth)]
 
     def open(self, report: Tensor, num_steps: int) -> None:
-        """Allocates pinned memory, which torch does not reuse before the last copy into it is over."""
+        """Allocates pinned memory, which torch does not reuse before the last copy into it has ended."""
         caller = torch.cuda.current_stream(self.device)
         for lane in self._lanes:
-            lane.stream.wait_stream(caller)  # which filled the prompt in
+            lane.stream.wait_stream(caller)  # the caller's stream loaded the prompt
         self._report = report
         self._host = torch.full((num_steps, report.shape[1]), -1, dtype=torch.int64, device="cpu", pin_memory=True)
 
@@ -100,9 +99,9 @@ class CudaLanes:
         return row
 
     def close(self) -> None:
-        """The lanes wait for each other, too: torch has 32 streams and hands them out in turn, so other code on one of
-        ours may get the memory that this batch frees now, while the last step still reads it on another. A step that
-        failed half way has recorded no event; hence ``wait_stream``."""
+        """The lanes wait for each other, too: torch hands out 32 streams in turn, so other code on one of ours may get
+        the memory that this batch frees now, while the last step still reads it on another. A step that failed has
+        recorded no event; hence ``wait_stream``."""
         caller = torch.cuda.current_stream(self.device)
         for lane in self._lanes:
             for other in self._lanes:

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` may ask for, checked. Knows the model's config; knows no tensor of a step."""
+"""Checks the arguments of ``generate``. Knows the model's generation config; knows no tensor of a step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NEUTRAL = NEUTRAL | {
     "max_time": None,
 }
 _NEUTRAL_SAMPLING = NEUTRAL_SAMPLING | {"min_p": 0.0}
-_NEW_TOKENS, _TOP_K = 20, 50  # where neither the call nor the model says: transformers' own defaults
-_COLDEST = 1e-30  # a logit divided by less may be no float32 any more, and then every token is token 0
+_NEW_TOKENS, _TOP_K = 20, 50  # transformers' defaults, if neither the call nor the model sets them
+_MIN_TEMPERATURE = 1e-30  # a logit divided by less may overflow float32, and then every token is token 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next tokens are chosen. A captured step has all of this baked in."""
+    """How the next tokens are chosen. A captured step is specific to it."""
 
     do_sample: bool
     temperature: float
@@ -52,18 +52,18 @@ def resolve(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Choice:
-    """What a call asks for. None anywhere: what the model's ``generation_config`` says.
+    """The choice of a call's arguments; None: from the model's ``generation_config``.
 
     Raises InvalidRequestError with the value and the limit.
     """
 
-    def said(name: str, value: Any, default: Any) -> tuple[str, Any]:
-        """A value, behind its name and where it comes from, for an error."""
+    def setting(name: str, value: Any, default: Any) -> tuple[str, Any]:
+        """The argument's name for an error, with its origin, and its value."""
         if value is None and (value := getattr(generation_config, name, None)) is not None:
             return f"{name} of the model's generation_config", value
         return name, default if value is None else value
 
-    num_beams = in_range(whole, 1)(*said("num_beams", num_beams, 1))
+    num_beams = in_range(whole, 1)(*setting("num_beams", num_beams, 1))
 
     asked = {
         name: value
@@ -71,18 +71,18 @@ def resolve(
         if value is not None
     }
     if do_sample is None:
-        do_sample = bool(asked) or bool(said("do_sample", None, False)[1])
+        do_sample = bool(asked) or bool(setting("do_sample", None, False)[1])
     elif not isinstance(do_sample, bool):
         raise InvalidRequestError(f"do_sample is {do_sample!r}, but must be True, False or None")
     if asked and not do_sample:
         wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise InvalidRequestError(f"{wish} with do_sample=False: without sampling it would change nothing")
     if do_sample:
-        name, value = said("temperature", temperature, 1.0)
-        if (temperature := real(name, value)) <= _COLDEST:
-            raise InvalidRequestError(f"{name}={value!r} must be above {_COLDEST:g}; do_sample=False is greedy")
-        top_k = in_range(whole, 0)(*said("top_k", top_k, _TOP_K))
-        top_p = check_top_p(*said("top_p", top_p, 1.0))
+        name, value = setting("temperature", temperature, 1.0)
+        if (temperature := real(name, value)) <= _MIN_TEMPERATURE:
+            raise InvalidRequestError(f"{name}={value!r} must be above {_MIN_TEMPERATURE:g}; do_sample=False is greedy")
+        top_k = in_range(whole, 0)(*setting("top_k", top_k, _TOP_K))
+        top_p = check_top_p(*setting("top_p", top_p, 1.0))
     else:
         temperature, top_k, top_p = 1.0, 0, 1.0
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
@@ -93,16 +93,16 @@ def resolve(
                 f"{neutral!r} in model.generation_config"
             )
 
-    length_penalty = real(*said("length_penalty", length_penalty, 1.0))
-    name, early_stopping = said("early_stopping", early_stopping, False)
+    length_penalty = real(*setting("length_penalty", length_penalty, 1.0))
+    name, early_stopping = setting("early_stopping", early_stopping, False)
     if not (isinstance(early_stopping, bool) or early_stopping == "never"):
         raise InvalidRequestError(f"{name} is {early_stopping!r}, but must be True, False or 'never'")
 
-    name, eos = said("eos_token_id", eos_token_id, ())
+    name, eos = setting("eos_token_id", eos_token_id, ())
     eos = eos if isinstance(eos, Sequence) and not isinstance(eos, (str, bytes)) else [eos]
     in_vocabulary = in_range(whole, 0, vocab_size - 1)
     eos_ids = tuple(dict.fromkeys(in_vocabulary(name, token) for token in eos))
-    name, pad = said("pad_token_id", pad_token_id, eos_ids[0] if eos_ids else None)
+    name, pad = setting("pad_token_id", pad_token_id, eos_ids[0] if eos_ids else None)
     pad_token_id = None if pad is None else in_vocabulary(name, pad)
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
@@ -120,9 +120,9 @@ def resolve(
 
 
 def token_limit(generation_config: Any, max_new_tokens: int | None, prompt_len: int) -> int:
-    """How many new tokens: the call's word, else the config's, else what its ``max_length`` leaves, else 20.
+    """The number of new tokens: the call's, else the config's, else what its ``max_length`` leaves, else 20.
 
-    Raises InvalidRequestError, and PromptTooLongError where ``max_length`` leaves none.
+    Raises InvalidRequestError, and PromptTooLongError if ``max_length`` leaves none.
     """
     name = "max_new_tokens"
     if max_new_tokens is None:

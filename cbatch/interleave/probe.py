@@ -1,7 +1,7 @@
-"""Whether a model gives the same logits step by step, with its cache and padding, as alone and all at once.
+"""Checks that a model gives the same logits in steps, with cache and padding, as in one plain forward.
 
-A family may ignore its cache, attend both ways, or make its masks from something else: the tokens would be wrong, and
-nothing would say so.
+A family may ignore its cache, attend in both directions, or make its masks otherwise: its tokens would be wrong without
+an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cbatch.interleave.decoding import Batch, CacheKind, Decoding, num_embedding
 from cbatch.models.comparison import Rule
 from cbatch.models.config_facts import max_positions
 
-_PROMPT_LEN, _PADDING, _NUM_STEPS = 5, 2, 3  # tokens; of the second row
+_PROMPT_LEN, _PADDING, _NUM_STEPS = 5, 2, 3  # the second row has the padding
 
 
 class _Forced:
-    """A search whose tokens are known beforehand; keeps the logits."""
+    """A search that returns given tokens and keeps the logits."""
 
     draws = False
 
@@ -41,24 +41,24 @@ class _Forced:
 
 
 def probe(model: Any, cache: CacheKind) -> None:
-    """A prompt and a few tokens of two rows, one padded; then each row in one plain forward. Waits for the device.
+    """Run a prompt and a few steps of two rows, one padded; then each row in one plain forward. Waits for the device.
 
-    Raises UnsupportedModelError where one fails, or where they differ by more than rounding. Touches no random state.
+    Raises UnsupportedModelError if one fails, or if they differ by more than rounding. Touches no random state.
     """
-    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # which rounds more than the dtype says
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # autocast rounds more than model.dtype
         _probe(model, cache)
 
 
 def _probe(model: Any, cache: CacheKind) -> None:
     name, length = type(model).__name__, _PROMPT_LEN + _NUM_STEPS
     if length > max_positions(model.config):
-        return  # a toy, too short to compare anything
+        return  # too short to compare
     vocab_size = num_embeddings(model)
     experts = any("expert" in module for module, _ in model.named_modules())
     rule, reason = Rule(model.dtype, experts), None
     for attempt in range(rule.attempts):
-        dice = random.Random(attempt)
-        rows = [[dice.randrange(vocab_size) for _ in range(length + 1)] for _ in range(2)]
+        rng = random.Random(attempt)
+        rows = [[rng.randrange(vocab_size) for _ in range(length + 1)] for _ in range(2)]
         ids = torch.tensor(rows, device=model.device)
         mask = torch.ones_like(ids[:, :_PROMPT_LEN])
         mask[1, :_PADDING] = 0

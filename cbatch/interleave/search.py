@@ -1,7 +1,7 @@
-"""From logits to the next token of each row, on the device: greedy, sampling, beams. Does not wait unless it says so.
+"""Chooses each row's next token from logits, on the device: greedy, sampling, beams. Waits only where it says so.
 
-So that a step can be captured, a search changes its state in place, in tensors that stay where they are, and writes one
-row of ``report`` a step. The first number of a row says whether any sequence goes on.
+So that a step can be captured, a search updates its tensors in place, and writes one row of ``report`` per step. The
+first number of a row is 1 if any sequence goes on, else 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from cbatch.interleave.options import Choice
 
-_NEVER = -1.0e9  # transformers' own: what it adds to a score that must not win
+_NEVER = -1.0e9  # added to a score that must not win, as transformers does
 
 
 class Search(Protocol):
@@ -27,7 +27,7 @@ class Search(Protocol):
         """Start a new batch."""
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``logits [num_rows, vocab_size]`` float32 -> tokens [num_rows]; and for beams, the row of the cache that each
+        """``logits [num_rows, vocab_size]`` float32 -> tokens [num_rows], and for beams the cache row that each
         continues, [num_rows]."""
 
     def result(self, num_steps: int) -> Tensor:
@@ -52,8 +52,8 @@ def warp(choice: Choice, scores: Tensor) -> Tensor:
 def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draw ``count`` tokens a row, [rows, count], without replacement, by the softmax of the scores.
 
-    Probabilities are divided by exponential noise: the largest quotient is a draw, the next one a draw from the rest.
-    The same distribution as ``torch.multinomial``, which cannot be captured, since it looks at its input first.
+    Probabilities are divided by exponential noise: the largest quotient is a draw, the next a draw from the rest.
+    The distribution is that of ``torch.multinomial``, which checks its input on the host and cannot be captured.
     """
     weights = scores.softmax(-1)
     race = weights / torch.empty_like(weights).exponential_(generator=generator)
@@ -61,7 +61,7 @@ def draw(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 class _State:
-    """What both searches have: the step number, the report, the stop tokens."""
+    """The common state of both searches: step number, report, stop tokens."""
 
     def __init__(self, choice: Choice, batch_size: int, width: int, num_steps: int, device: torch.device) -> None:
         self.choice, self.batch_size, self.device = choice, batch_size, device
@@ -81,7 +81,7 @@ class _State:
 
 
 class Tokens(_State):
-    """Greedy or sampled, each row by itself. A row of the report: whether any sequence goes on, then the tokens."""
+    """Greedy or sampled, each row separately. A row of the report: whether any sequence goes on, then the tokens."""
 
     def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
         super().__init__(choice, batch_size, 1 + batch_size, num_steps, device)
@@ -97,7 +97,7 @@ class Tokens(_State):
         else:
             tokens = logits.argmax(-1)
         if self.choice.pad_token_id is not None:
-            tokens = tokens.masked_fill(~self._alive, self.choice.pad_token_id)  # ``where`` would copy it over
+            tokens = tokens.masked_fill(~self._alive, self.choice.pad_token_id)  # ``where`` would copy the id over
             self._alive.logical_and_(~self._ends(tokens))
         self._write(torch.cat((self._alive.any()[None].long(), tokens)))
         return tokens, None
@@ -107,20 +107,20 @@ class Tokens(_State):
 
 
 class Beams(_State):
-    """Beam search as transformers does it, but without waiting. A row of the report: whether the search goes on.
+    """Transformers' beam search, without waiting. A row of the report: whether the search goes on.
 
-    ``running`` are the beams that go on, ``best`` those that have ended, by score. A step that was launched before the
-    end was known does not change the first of ``best``: the search has ended, so new candidates get 1e9 less.
+    ``running`` has the live beams, ``best`` the ended ones, by score. A step launched before the end was known does not
+    change the first of ``best``: after the end, new candidates score 1e9 less.
     """
 
     def __init__(self, choice: Choice, batch_size: int, num_steps: int, device: torch.device) -> None:
         super().__init__(choice, batch_size, 1, num_steps, device)
         beams = choice.num_beams
-        # Enough candidates that `beams` of them go on even if every stop token is among them.
+        # Enough candidates for `beams` to go on even if every stop token is among them.
         self._num_candidates = max(2, 1 + len(choice.eos_token_ids)) * beams
         self._fill = (choice.pad_token_id or choice.eos_token_ids[0]) if choice.eos_token_ids else -1
         self._running = torch.empty(batch_size, beams, num_steps, dtype=torch.int64, device=device)
-        # Not torch's default dtype, which is the caller's: in bfloat16, near scores would become equal ones.
+        # Not torch's default dtype, which the caller may set: in bfloat16, close scores would become equal.
         self._running_scores = torch.empty(batch_size, beams, dtype=torch.float32, device=device)
         self._best = torch.empty_like(self._running)
         self._best_scores = torch.empty_like(self._running_scores)
@@ -138,7 +138,7 @@ class Beams(_State):
         self._running.fill_(self._fill)
         self._best.fill_(self._fill)
         self._running_scores.fill_(_NEVER)
-        self._running_scores[:, 0] = 0  # all beams begin alike: only one of them may have children
+        self._running_scores[:, 0] = 0  # all beams start equal, so only one may have children
         self._best_scores.fill_(_NEVER)
         self._best_lens.zero_()
         self._ended.fill_(False)
@@ -165,7 +165,7 @@ class Beams(_State):
         self._running_scores.copy_(going.gather(1, chosen))
         next_tokens, next_parents = tokens.gather(1, chosen), parents.gather(1, chosen)
 
-        # Of the candidates that stop, those among the best `beams` compete with what has ended before.
+        # Candidates that stop among the best `beams` compete with the beams ended before.
         stops_well = stops & self._is_top
         final = picked_scores / length.double().pow(choice.length_penalty).float()
         if choice.early_stopping is True:

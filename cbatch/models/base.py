@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what a model asks of the engine. Knows no model, no cache and no request."""
+"""The protocols between engine and model. Knows no model, no cache and no request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cbatch.scheduler.kv_spec import KVSpec
 
 
 class Attend(Protocol):
-    """The engine's answer to a layer that wants to attend: store K and V of this step's tokens, attend over the cache.
+    """A layer's attention: stores K and V of this step's tokens, and attends over the cache.
 
     ``layer`` counts the attention layers in forward order, 0 to num_layers - 1. ``q`` is
     [num_tokens, num_heads, k_head_dim], ``k`` [num_tokens, num_kv_heads, k_head_dim], ``v``
-    [num_tokens, num_kv_heads, v_head_dim]: views whose last dimension is contiguous and whose other strides are
-    whatever the model's projections left. ``window`` is in positions, the current one included, 0 for all; ``softcap``
-    is 0.0 for none; ``sinks`` is [num_heads] or None. Returns [num_tokens, num_heads, v_head_dim].
+    [num_tokens, num_kv_heads, v_head_dim]: last dimension contiguous, other strides arbitrary. ``window`` is in
+    positions, the current one included, 0 for all; ``softcap`` is 0.0 for none; ``sinks`` is [num_heads] or None.
+    Returns [num_tokens, num_heads, v_head_dim].
     """
 
     def __call__(
@@ -35,7 +35,7 @@ class Attend(Protocol):
 
 
 class Pages(NamedTuple):
-    """Where this step's keys and values of one layer belong."""
+    """Where one layer's keys and values of this step go."""
 
     k_cache: Tensor  # [num_blocks, block_size, num_kv_heads, k_head_dim], heads contiguous, any other stride
     v_cache: Tensor  # [num_blocks, block_size, num_kv_heads, v_head_dim], heads contiguous, any other stride
@@ -44,7 +44,7 @@ class Pages(NamedTuple):
 
 @runtime_checkable
 class PagedAttend(Protocol):
-    """An ``Attend`` that may show its pages: a model then stores k and v itself, and attends with None for both."""
+    """An ``Attend`` with pages: a model may store k and v in them itself, and then attends with None for both."""
 
     def pages(self, layer: int) -> Pages | None: ...
 
@@ -63,22 +63,22 @@ class PagedAttend(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model that runs packed, ragged steps and leaves the cache to its caller."""
+    """A causal language model that runs packed, ragged steps over its caller's cache."""
 
     kv_specs: tuple[KVSpec, ...]
-    """One a layer, in forward order."""
+    """One per layer, in forward order."""
     vocab_size: int
     max_model_len: int
-    """The positions that the model can take, prompt and output together."""
+    """The largest number of positions, prompt and output together."""
     dtype: torch.dtype
-    """Of keys and values, as the model hands them over."""
+    """Of the keys and values."""
     device: torch.device
     eos_token_ids: tuple[int, ...]
     generation_config: Any
-    """transformers' ``GenerationConfig`` or None: the sampling parameters of requests that bring none."""
+    """transformers' ``GenerationConfig`` or None: the default sampling parameters."""
     name: str
     capturable: bool
-    """Whether the forward may be captured in a CUDA graph: it never waits for a value from the device."""
+    """Whether a CUDA graph can hold the forward: it never waits for a value from the device."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: Attend) -> Tensor:
         """Run one step: ``input_ids`` and ``positions`` [num_tokens], ``sample_rows`` [num_samples], int32 or int64.

@@ -1,6 +1,4 @@
-"""Weights of a folder or a hub repository in safetensors, read one at a time, straight to the device. Knows files and
-names of tensors; knows no model.
-"""
+"""Reads safetensors of a folder or hub repository, one tensor at a time, straight to the device. Knows no model."""
 
 from __future__ import annotations
 
@@ -22,14 +20,13 @@ COMPUTED = tuple(_DTYPES.values())
 
 
 class Checkpoint:
-    """A ``WeightSource`` over open files. A context manager, which closes them.
+    """A ``WeightSource`` over open files; a context manager that closes them.
 
-    Tensors are cast to ``dtype``; None stands for their own, if they have one in common.
+    Tensors are cast to ``dtype``; None: to their own, which must be one for all.
 
     Raises:
-        ModelNotFoundError: a file that the checkpoint consists of is missing or broken; the message names it.
-        UnsupportedModelError: tensors of another type than 16 or 32 bits of floating point, or made for another
-            framework.
+        ModelNotFoundError: a file of the checkpoint is missing or broken; the message names it.
+        UnsupportedModelError: tensors that are not floats of 16 or 32 bits, or of another framework.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class Checkpoint:
         local_only: bool,
         device: torch.device,
         dtype: torch.dtype | None,
-        tied_to: str | None,  # the embedding that the config says is the head as well
+        tied_to: str | None,  # the embedding, if the config ties the head to it
     ) -> None:
         self.name, self.device = path, device
         self._files: dict[str, Any] = {}  # by the name of the tensor
@@ -49,7 +46,7 @@ class Checkpoint:
             for file, names in _files(path, local_only).items():
                 opened = _open(file, stack, device)
                 for name in opened.keys() if names is None else names:  # not a dict
-                    if name.endswith("rotary_emb.inv_freq"):  # old checkpoints have them; transformers computes them
+                    if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; transformers ignores them too
                         continue
                     try:
                         facts = opened.get_slice(name)
@@ -73,8 +70,8 @@ class Checkpoint:
         self._open_files.close()
 
     def _has_another_head(self, embedding: str) -> bool:
-        """Whether a head is stored that is not the embedding: then it counts, and not what the config says of it, as in
-        transformers. Two tensors are in memory for that, while nothing else is."""
+        """Whether the stored head differs from the embedding; like transformers, we then use it, whatever the config
+        says. Both are in memory for the comparison, before anything else is."""
         head = "lm_head.weight"
         if head not in self.shapes or embedding not in self.shapes:
             return False
@@ -82,7 +79,7 @@ class Checkpoint:
 
     def take(self, name: str) -> Tensor:
         tensor = self._files[name].get_tensor(name)
-        # On the CPU a tensor is a view of the file, which others may rewrite.
+        # On the CPU a tensor is a view of the file, which another program may change.
         return tensor.to(self.dtype, copy=self.device.type == "cpu")
 
     def read(self, name: str, out: Tensor) -> None:
@@ -90,9 +87,9 @@ class Checkpoint:
 
 
 def find_files(path: str, names: list[str], local_only: bool) -> dict[str, Path]:
-    """Those files of a folder or of a hub repository that are there; of a repository, downloaded or out of the cache.
+    """The existing files of these names in a folder or hub repository; a repository's are downloaded or cached.
 
-    Waits for the network unless ``local_only``. Raises OSError where the repository cannot be asked.
+    Waits for the network unless ``local_only``. Raises OSError if the repository cannot be reached.
     """
     found = cached_files(path, names, local_files_only=local_only, _raise_exceptions_for_missing_entries=False)
     files = [Path(file) for file in found or ()]
@@ -100,9 +97,9 @@ def find_files(path: str, names: list[str], local_only: bool) -> dict[str, Path]
 
 
 def refuse_scaled(path: str, local_only: bool) -> None:
-    """Raise UnsupportedModelError where a weight is of a type that stands for nothing without its scale: integers, or 8
-    bits of floating point. Reads the files' headers alone; of what they lack, and of a file that is none, transformers
-    tells, and SafetensorError.
+    """Raise UnsupportedModelError if a weight's type needs a scale: integers, or floats of 8 bits.
+
+    Reads only the files' headers. Missing weights are left to transformers; a broken file raises SafetensorError.
     """
     try:
         files = _files(path, local_only)
@@ -120,7 +117,7 @@ def refuse_scaled(path: str, local_only: bool) -> None:
 
 
 def _files(path: str, local_only: bool) -> dict[Path, list[str] | None]:
-    """The checkpoint's files, with the tensors that each has; None: all that is in it."""
+    """The checkpoint's files, and the names of the tensors to read from each; None: all."""
     index: Path | None = None
     try:
         if file := find_files(path, [ONE_FILE], local_only).get(ONE_FILE):

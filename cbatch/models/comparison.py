@@ -1,5 +1,6 @@
-"""Whether two computations of a model's logits agree, over two short sequences. Knows no transformers and no pages: it
-keeps keys and values in plain tensors.
+"""Compares two computations of a model's logits, over two short sequences. Keeps keys and values in plain tensors.
+
+Knows no transformers and no pages.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from cbatch.models.base import Model
 from cbatch.scheduler.kv_spec import KVSpec
 
 _HARMLESS_EXTRAS = {"position_ids", "cache_position", "position_embeddings"}
-"""Tensors that families pass along to every attention implementation and that need no answer."""
+"""Tensors that families pass to every attention implementation, and that can be ignored."""
 
 Rows = list[tuple[str, int, list[int]]]
-"""Of a packed step: sequence, its first position, tokens."""
-_LARGEST_PROBED_WINDOW = 64  # positions; probing beyond a larger window would make the probe slow
+"""The rows of a packed step: sequence, first position, tokens."""
+_LARGEST_PROBED_WINDOW = 64  # positions; to probe beyond a larger window would be slow
 
 
 @dataclass
 class LayerCall:
-    """What one layer asked for."""
+    """One layer's call of attention."""
 
     module: nn.Module
     spec: KVSpec
@@ -37,7 +38,7 @@ class LayerCall:
 
 @dataclass
 class DenseAttend:
-    """Answers attention calls over a few sequences, step after step, without pages. Slow and obvious."""
+    """Attention over a few sequences, step after step, without pages. Slow and obvious."""
 
     calls: list[LayerCall] = field(default_factory=list)
     rows: list[tuple[str, int]] = field(default_factory=list)  # (sequence, number of new tokens), packed in this order
@@ -45,7 +46,7 @@ class DenseAttend:
     values: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
 
     def begin(self, rows: Rows) -> tuple[list[int], list[int]]:
-        """The next step has these rows; its tokens and their positions."""
+        """Start a step with these rows. Returns its tokens and their positions."""
         self.rows, self.calls = [(sequence, len(tokens)) for sequence, _, tokens in rows], []
         positions = [first + i for _, first, tokens in rows for i in range(len(tokens))]
         return [token for _, _, tokens in rows for token in tokens], positions
@@ -123,36 +124,36 @@ def _refuse_what_we_would_ignore(
 def random_tokens(
     kv_specs: Iterable[KVSpec], max_model_len: int, vocab_size: int, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Two sequences of different length, the first of which is longer than the windows."""
+    """Two sequences of different length, the first longer than the probed windows."""
     windows = [spec.window for spec in kv_specs if 0 < spec.window <= _LARGEST_PROBED_WINDOW]
-    dice = random.Random(seed)  # our own: the global state is the caller's
+    rng = random.Random(seed)  # the global state is the caller's
     a, b = (
-        [dice.randrange(vocab_size) for _ in range(min(length, max_model_len))]
+        [rng.randrange(vocab_size) for _ in range(min(length, max_model_len))]
         for length in (max([7, *(window + 5 for window in windows)]), 5)
     )
     return a, b
 
 
 def logits_in_two_steps(
-    step: Callable[[Rows, list[int]], Tensor],  # of rows and the tokens to sample: logits [num_samples, vocab_size]
+    step: Callable[[Rows, list[int]], Tensor],  # rows, tokens to sample -> logits [num_samples, vocab_size]
     a: list[int],
     b: list[int],
     watch: AbstractContextManager[Any] = nullcontext(),
 ) -> list[Tensor]:
     """The logits of all tokens of two sequences, [len(a), vocab_size] and [len(b), vocab_size].
 
-    The second step, inside ``watch``, has a decode and a chunk of a prompt.
+    The second step, which runs within ``watch``, has a decode and a chunk of a prompt.
     """
     head_a, head_b = len(a) - 1, len(b) - 2
     one = step([("A", 0, a[:-1]), ("B", 0, b[:-2])], [*range(head_a + head_b)])
     with watch:  # not the first step, which may fill caches
-        # Samples out of order, so that a model which drops or sorts them is noticed.
+        # Samples out of order, to detect a model that drops or sorts them.
         two = step([("A", head_a, a[-1:]), ("B", head_b, b[-2:])], [2, 0, 1])
     return [torch.cat([one[:head_a], two[1:2]]), torch.cat([one[head_a:], two[2:3], two[:1]])]
 
 
 def packed_logits(model: Model) -> list[Tensor]:
-    """The logits of each token of two sequences, [num_tokens, vocab_size] each: in packed steps, without pages."""
+    """The logits of two sequences, [num_tokens, vocab_size] each, from packed steps without pages."""
     dense = DenseAttend()
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -163,20 +164,20 @@ def packed_logits(model: Model) -> list[Tensor]:
         return model.forward(inputs[0], inputs[1], inputs[2], attend)
 
     a, b = random_tokens(model.kv_specs, model.max_model_len, model.vocab_size, seed=0)
-    # Triton launches on the current device, wherever its pointers lead.
+    # Triton launches on the current device.
     with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
         return logits_in_two_steps(step, a, b)
 
 
 class Rule:
-    """When two computations of the same logits are equal up to rounding.
+    """Decides whether two computations of the same logits are equal up to rounding.
 
-    Row by row: the distance of the two rows over the spread of the plain one. In the tiny models of 60 families this
-    is up to 3e-6 in float32, 0.005 in float16 and 0.04 in bfloat16; a wrong position, mask or neighbour makes it about
-    1. The bound 2 * sqrt(eps) lies between: 7e-4, 0.06, 0.18 (also for float32 that the caller lets run in less).
-    In 16 bits a near-tie may send a token to another expert, which changes its row and, through attention, later ones.
-    So with experts half of the rows of a sequence may differ, and there are three attempts with other tokens: what is
-    wrong by construction is wrong in all rows of a sequence, every time.
+    Row by row, it compares the distance of the two rows with the spread of the reference row. Over tiny models of 60
+    families the ratio is at most 3e-6 in float32, 0.005 in float16 and 0.04 in bfloat16; with a wrong position, mask or
+    neighbour it is about 1. The bound is 2 * sqrt(eps): 7e-4, 0.06, 0.18 (also for float32 products in TF32).
+    In 16 bits a near-tie may send a token to another expert, which changes its row and, through attention, later rows.
+    So with experts half of a sequence's rows may differ, and there are three attempts with other tokens: a real fault
+    shows in all rows, every time.
     """
 
     def __init__(self, dtype: torch.dtype, experts: bool) -> None:
@@ -202,8 +203,8 @@ class Rule:
 
 
 def _float32_is_rounded() -> bool:
-    """Whether the caller lets products of float32 run in TF32 or bfloat16."""
+    """Whether the caller allows TF32 or bfloat16 in float32 products."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # a precision was set for one backend, and torch will not name it for all of them
+    except RuntimeError:  # precisions were set per backend, so torch has no common one to return
         return True

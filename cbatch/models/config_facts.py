@@ -1,4 +1,4 @@
-"""What a transformers config says about positions, layers and stop tokens, under its many names. Knows no tensor."""
+"""Reads positions, layers and stop tokens from a transformers config, under its many names. Knows no tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LENGTH_NAMES = (
     "seq_length",
     "model_max_length",
 )
-UNLIMITED = 1 << 20  # positions, where a config names no limit
+UNLIMITED = 1 << 20  # positions, if a config names no limit
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the engine wants to know of a model beside its shapes, as in ``Model``."""
+    """The fields of ``Model`` that do not follow from the weights."""
 
     name: str
     max_model_len: int
@@ -35,7 +35,7 @@ def model_facts(config: Any, generation_config: Any, name: str) -> ModelFacts:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that describes the decoder (itself, for all but composite models)."""
+    """The part of a config that describes the decoder: the config itself, except in composite models."""
     return config.get_text_config(decoder=True)
 
 
@@ -45,12 +45,12 @@ def num_layers(config: Any) -> int | None:
 
 
 def max_positions(config: Any) -> int:
-    """The positions a model takes with frequencies that do not depend on its neighbours in the batch.
+    """The largest context whose RoPE frequencies do not depend on other requests in the batch.
 
-    LongRoPE changes its frequencies where the largest position of the batch passes the original length, so one long
-    request would change the tokens of all others: such a model ends at its original length here. Dynamic NTK does the
-    same beyond ``max_position_embeddings``, which is the limit anyway. YaRN's are the same at any length, and serve for
-    ``factor`` times the original one, whatever ``max_position_embeddings`` says: it is often left as it was.
+    LongRoPE changes its frequencies once the largest position of the batch passes the original length, so one long
+    request would change the tokens of all others: the original length is the limit. Dynamic NTK does so beyond
+    ``max_position_embeddings``, which is the limit anyway. YaRN's frequencies are fixed, and serve ``factor`` times the
+    original length; ``max_position_embeddings`` often still has the original length.
     """
     text = text_config(config)
     limits = [value for name in _LENGTH_NAMES if isinstance(value := getattr(text, name, None), int) and value > 0]
@@ -66,31 +66,31 @@ def max_positions(config: Any) -> int:
 
 
 def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
-    """The RoPE settings: one dict, or one a layer type."""
+    """The RoPE settings: one dict, or one per layer type."""
     rope = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     yield from nested or [rope]
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> tuple[int, ...]:
-    """The stop tokens of the generation config, else of the config; never of a tokenizer, which may be wrong.
+    """The stop tokens of the generation config, else of the config. A tokenizer's may be wrong.
 
-    Raises UnsupportedModelError where they are no numbers."""
+    Raises UnsupportedModelError if they are not integers."""
     for source in (generation_config, config, text_config(config)):
-        said = getattr(source, "eos_token_id", None)
-        if said is not None:
-            ids = said if isinstance(said, (list, tuple)) else [said]
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            ids = value if isinstance(value, (list, tuple)) else [value]
             if not all(isinstance(i, int) for i in ids):
-                raise UnsupportedModelError(f"eos_token_id is {said!r}, but must be a token id or a list of them")
+                raise UnsupportedModelError(f"eos_token_id is {value!r}, but must be a token id or a list of them")
             return tuple(dict.fromkeys(int(i) for i in ids if i >= 0))
     return ()
 
 
 def unserved_attention(config: Any, windows: list[int], softcaps: list[float], max_model_len: int) -> str | None:
-    """Why the attention that a config describes is not the attention that its layers asked for; None if it is.
+    """How the config's attention differs from that of its layers' calls; None if it does not.
 
-    ``windows`` and ``softcaps`` are what each layer handed over in one forward. A family may put a window, a chunk or
-    a sparse pattern into its attention mask alone; no mask is built for us, and a short probe would not notice.
+    ``windows`` and ``softcaps`` come from each layer's call in one forward. A family may express a window, a chunk or a
+    sparse pattern in its attention mask alone; no mask is built for us, and a short probe would not show the loss.
     """
     text = text_config(config)
     chunk = getattr(text, "attention_chunk_size", None)

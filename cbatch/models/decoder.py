@@ -1,6 +1,6 @@
-"""One decoder for the families that differ by facts alone: fused weights, fused kernels, and a page to read.
+"""One decoder, with fused weights and kernels, for all families whose differences ``DecoderConfig`` can express.
 
-The facts are in ``decoder_config``, the weights come through ``decoder_weights``, the kernels through ``Ops``.
+Weights come through ``decoder_weights``, kernels through ``Ops``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """A causal language model with its own copy of the weights, which follows no training. Implements ``Model``."""
+    """A causal language model with weights of its own: it sees no later training. Implements ``Model``."""
 
     capturable = True
 
@@ -39,7 +39,7 @@ class Decoder:
         self.max_model_len, self.name = facts.max_model_len, facts.name
         self.eos_token_ids, self.generation_config = facts.eos_token_ids, facts.generation_config
         self._ops = make_ops(self.device)
-        # What normalises the sum behind each layer: the next one's first norm, and behind the last the final norm.
+        # The norm behind each layer's last sum: the next layer's first norm, or the final norm.
         self._norms_after = [layer.attn_norm for layer in weights.layers[1:]] + [weights.final_norm]
 
     @torch.no_grad()
@@ -48,8 +48,7 @@ class Decoder:
     ) -> Tensor:
         """Run one packed step; shapes as in ``Model.forward``. Waits for nothing.
 
-        ``residual`` is the stream [num_tokens, hidden_size] that every block reads, normalised, and adds to; ``x`` is
-        what is on its way from one block to the next.
+        ``residual`` is the residual stream [num_tokens, hidden_size]; ``x`` is a block's input or output.
         """
         config, weights = self.config, self.weights
         residual = F.embedding(input_ids, weights.embed)
@@ -63,7 +62,7 @@ class Decoder:
             x = self._attention(i, layer, x, positions, attend)
             x, residual = self._add_and_norm(x, residual, layer.attn_post_norm, layer.mlp_norm)
             x = self._mlp(layer, x)
-            rows = sample_rows if i == config.num_layers - 1 else None  # logits are wanted of these alone
+            rows = sample_rows if i == config.num_layers - 1 else None  # the only rows with logits
             x, residual = self._add_and_norm(x, residual, layer.mlp_post_norm, self._norms_after[i], rows)
 
         logits = self._linear(x, weights.head)
@@ -107,7 +106,7 @@ class Decoder:
         return self._linear(up, layer.down, partial=True)
 
     def _linear(self, x: Tensor, linear: Linear, *, partial: bool = False) -> Tensor:
-        """[num_tokens, num_outputs]; if ``partial``, perhaps partial sums, which the next operator adds up."""
+        """[num_tokens, num_outputs]; with ``partial``, perhaps partial sums, which the next operator adds up."""
         return self._ops.linear(x, linear.weight, linear.bias, partial=partial)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -120,7 +119,7 @@ class Decoder:
     def _add_and_norm(
         self, x: Tensor, residual: Tensor, post_norm: Norm | None, norm: Norm | None, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A block's end and the next one's beginning: (what the next reads, the stream), of ``rows`` if given."""
+        """Between two blocks: (the next block's input, the residual stream), only of ``rows`` if given."""
         config = self.config
         if config.norm == "layer":
             assert norm is not None and post_norm is None
@@ -138,7 +137,7 @@ class Decoder:
         )
 
     def products(self, num_rows: int, attend: PagedAttend) -> list[Callable[[], object]]:
-        """Each matrix product of a step of so many rows, on zeros, with what adds up its parts."""
+        """Each matrix product of a step of ``num_rows`` rows, on zeros, with the kernels that add up its parts."""
         layer, head = self.weights.layers[0], self.weights.head
         some = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
@@ -159,7 +158,7 @@ class Decoder:
         return [attention, down, lambda: self._mlp(layer, rows(layer.up)), lambda: self._linear(rows(head), head)]
 
     def rehearse_attention(self, layer: int, num_tokens: int, attend: PagedAttend) -> Tensor:
-        """One layer's attention over what ``attend`` was prepared with, on zeros."""
+        """One layer's attention on zeros, over the step that ``attend`` was prepared for."""
         weights = self.weights.layers[layer]
         x = torch.zeros(num_tokens, weights.qkv.weight.shape[1], dtype=self.dtype, device=self.device)
         positions = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
@@ -167,8 +166,10 @@ class Decoder:
 
     @classmethod
     def from_source(cls, config: DecoderConfig, hf_config: Any, source: WeightSource, facts: ModelFacts) -> Decoder:
-        """Make a decoder of weights in transformers' layout. Raises UnsupportedModelError, and nothing was taken then,
-        if they are not exactly those that the config stands for."""
+        """Make a decoder of weights in transformers' layout.
+
+        Raises UnsupportedModelError, before any weight is taken, if they are not exactly those of the config.
+        """
         tables = rope_tables(hf_config, config, facts.max_model_len, source.device)
         return cls(config, load_weights(source, config, tables, make_ops(source.device).pack), facts)
 
@@ -176,12 +177,12 @@ class Decoder:
     def from_transformers(cls, like: TransformersModel, *, take_weights: bool) -> Decoder:
         """Make a decoder of a model's weights, and compare the two over a few tokens.
 
-        With ``take_weights`` the module that ``like`` runs is left without weights, so that nothing is held twice but
-        the matrices of one layer; else the decoder has copies, and ``like`` goes on.
+        With ``take_weights`` the module of ``like`` loses its weights, so that at most one layer's matrices exist
+        twice; else the decoder copies them, and ``like`` stays usable.
 
         Raises:
-            DecoderMismatch: the logits differ by more than rounding; weights that were taken are gone.
-            UnsupportedModelError: the model is not covered, for the reason given; nothing was taken.
+            DecoderMismatch: the logits differ by more than rounding; weights that were taken are lost.
+            UnsupportedModelError: the model is not covered, for the reason given; no weight was taken.
         """
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -208,10 +209,10 @@ class Decoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the embedding, unless that is the head as well."""
+        """Bytes of weights that a step reads: all matrices but the embedding, unless it is the head too."""
         parts = [x for layer in self.weights.layers for x in (layer.qkv, layer.o, layer.up, layer.down)]
         return sum(part.weight.nbytes for part in [*parts, self.weights.head])
 
 
 class DecoderMismatch(UnsupportedModelError):
-    """The decoder was built, and its logits are not those of transformers."""
+    """The decoder's logits differ from those of transformers."""

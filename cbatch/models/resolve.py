@@ -1,6 +1,6 @@
-"""From what a user calls a model to a ``Model``: a name, a module in memory, or one already. Knows no engine.
+"""Turns a user's model argument (a name, a module, or a ``Model``) into a ``Model``. Knows no engine.
 
-transformers is imported only where it is needed.
+Imports transformers only if it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cbatch.tokenizer import check_tokenizer
 
 
 def resolve_model(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[Model, Any]:
-    """The model, loaded if it comes by name, and its tokenizer or None.
+    """The model, loaded if given by name, and its tokenizer or None.
 
     Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
     """
@@ -60,7 +60,7 @@ def _of_module(module: torch.nn.Module, config: EngineConfig) -> Model:
     from cbatch.models.transformers_model import TransformersModel
 
     model = TransformersModel(module, device=config.device, dtype=parse_dtype(config.dtype))
-    if config.model_impl != "decoder":  # never unasked: copies do not follow the caller's training
+    if config.model_impl != "decoder":  # only on request: its copies do not follow the caller's training
         return model
     from cbatch.models.decoder import Decoder
 
@@ -68,7 +68,7 @@ def _of_module(module: torch.nn.Module, config: EngineConfig) -> Model:
 
 
 def _refuse_other(config: EngineConfig, model: Model) -> None:
-    """A ``Model`` lives where it lives: an option that says otherwise is refused, not ignored."""
+    """Refuse options that contradict a finished ``Model``."""
     if config.device is not None and torch.device(config.device).type != model.device.type:
         raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
     if config.model_impl != "auto":

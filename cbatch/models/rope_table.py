@@ -1,4 +1,4 @@
-"""Rotary tables from a config: what transformers' rotary modules say of every position, without the modules."""
+"""Rotary tables from a config, equal to those of transformers' rotary modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cbatch.models.decoder_config import DecoderConfig
 
 @torch.no_grad()
 def rope_tables(hf_config: Any, config: DecoderConfig, max_len: int, device: torch.device) -> dict[str, Tensor]:
-    """One table for each that ``config.ropes`` names, [max_len, rotary_dim] float32: cosines, then sines.
+    """A table for each name in ``config.ropes``, [max_len, rotary_dim] float32: cosines, then sines.
 
     ``max_len`` is at most ``config_facts.max_positions``, up to which the frequencies do not depend on the length.
-    Raises UnsupportedModelError for a kind of scaling that transformers does not have, and where the frequencies are
-    not those of a whole head in a family that turns whole heads: scaled ones heed ``partial_rotary_factor`` in all.
+    Raises UnsupportedModelError for a ``rope_type`` that transformers lacks, and for frequencies of a part of a head in
+    a family without partial RoPE: scaled frequencies heed ``partial_rotary_factor`` in every family.
     """
     kinds = dict.fromkeys(kind for kind in config.ropes if kind is not None)
     tables = {}
@@ -35,7 +35,7 @@ def rope_tables(hf_config: Any, config: DecoderConfig, max_len: int, device: tor
 
 
 def _frequencies(hf_config: Any, config: DecoderConfig, kind: str) -> tuple[Tensor, float]:
-    """Radians a position, [rotary_dim / 2] float32 on the CPU, and what cosines and sines are multiplied by."""
+    """Radians per position, [rotary_dim / 2] float32 on the CPU, and the factor of cosines and sines."""
     rope = hf_config.rope_parameters[kind] if kind else hf_config.rope_parameters
     if (scaling := rope["rope_type"]) != "default":
         if scaling not in ROPE_INIT_FUNCTIONS:

@@ -1,4 +1,4 @@
-"""A second skeleton around the same weights. Knows modules and parameters; knows nothing of attention or engines."""
+"""Copies a module without its weights. Knows modules and parameters; knows nothing of attention or engines."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def structural_copy(module: nn.Module) -> Any:
     """Copy a module's structure, config and computed buffers, but share its weights, and put the copy in eval mode.
 
-    Shared are all parameters and the buffers that are saved with the model (they are weights by another name, such as
-    an MoE router's bias): an in-place update of the caller's is seen by the copy at once, and no memory is spent.
-    Buffers that are computed (RoPE frequencies, which some families rewrite in their forward) are the copy's own. Hooks
-    are called by the copy too, but not copied: a bound method would bring its whole owner along.
-    Raises UnsupportedModelError where an attribute of the module cannot be copied.
+    The copy shares all parameters and persistent buffers (weights too, such as an MoE router's bias), so it sees the
+    caller's in-place updates at once and takes no memory for them. Computed buffers (RoPE frequencies, which some
+    families rewrite in their forward) are copied. Hooks are shared: to copy a bound method would copy its owner.
+    Raises UnsupportedModelError if an attribute of the module cannot be copied.
     """
     module = uncompiled(module)
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
@@ -47,7 +46,7 @@ def structural_copy(module: nn.Module) -> Any:
         for hooks in _HOOKS:
             shared.update((id(hook), hook) for hook in getattr(part, hooks, {}).values())
     try:
-        # Innermost first, so that a compiled part within a compiled part is unwrapped as well.
+        # Innermost first, to unwrap a compiled part within a compiled part too.
         for part in reversed(list(module.modules())):
             if isinstance(part, OptimizedModule):
                 shared[id(part)] = copy.deepcopy(uncompiled(part), shared)
@@ -57,7 +56,7 @@ def structural_copy(module: nn.Module) -> Any:
             f"{type(module).__name__} holds something that cannot be copied, so it would not be left as it was: {error}"
         ) from error
     for part in twin.modules():
-        # model.forward = torch.compile(model.forward) leaves a function bound to the caller's module.
+        # model.forward = torch.compile(model.forward) is bound to the caller's module.
         if hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
             del part.forward
     return twin.eval()

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, run in packed steps. Knows transformers; knows no pages and no request."""
+"""Runs any causal language model of transformers in packed steps. Knows no pages and no request."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from cbatch.scheduler.kv_spec import KVSpec
 
 
 class TransformersModel:
-    """A causal LM that someone already has, without touching it.
+    """A caller's causal LM, left unchanged.
 
-    Works on a structural copy: parameters are shared, so in-place updates by a training loop are seen at once, while
-    config, computed buffers and mode (eval) are the copy's own. Nothing is moved or cast. The probe at load costs five
-    forwards of a few tokens; it leaves all random state alone.
+    Works on a structural copy: it shares the parameters, so it sees in-place updates by a training loop at once, but
+    has its own config, computed buffers and mode (eval). Nothing is moved or cast. The probe at load takes five
+    forwards of a few tokens, and touches no random state.
 
-    Attributes beside those of ``Model``:
-        max_model_len: from the config. A model with LongRoPE ends at its original length, because beyond it the
-            frequencies follow the longest request of the batch and one request would change the tokens of another.
-        capturable: False where the forward waits for a value from the device (an MoE that loops over the experts hit,
-            dynamic RoPE, which looks at the largest position).
+    max_model_len: from the config, by ``config_facts.max_positions``.
+    capturable: False if the forward waits for a value from the device (an MoE that loops over the experts hit, or
+        dynamic RoPE, which reads the largest position).
 
     Raises:
-        UnsupportedModelError: not a causal LM of transformers, spread over several devices, or the probe found that
-            packed steps would give other tokens than the model alone.
-        ConfigError: ``device`` or ``dtype`` is given and the module has another one.
+        UnsupportedModelError: not a causal LM of transformers, or on several devices, or its packed steps give other
+            logits than single sequences.
+        ConfigError: ``device`` or ``dtype`` is given, and differs from the module's.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class TransformersModel:
         self.generation_config, self.eos_token_ids = facts.generation_config, facts.eos_token_ids
 
         self._module = structural_copy(module)
-        _ask_for_logits_alone(self._module)
+        _return_only_logits(self._module)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(module.forward).parameters
         with torch.autocast(self.device.type, enabled=False):
             found = probe(
@@ -81,7 +79,7 @@ class TransformersModel:
 
         def answer(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, mask: Any, extras: dict[str, Any], **options: Any
-        ) -> Tensor:  # the probe has seen that mask and extras say nothing
+        ) -> Tensor:  # the probe has checked mask and extras
             return attend(layer_of[module], q, k, v, **options)
 
         options: dict[str, Any] = {"logits_to_keep": sample_rows} if self._takes_logits_to_keep else {}
@@ -107,7 +105,7 @@ def _causal_lm(module: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError(f"{kind} is not a causal language model: it has no language modelling head")
     signature = inspect.signature(module.forward)
     if "position_ids" not in signature.parameters:
-        if "forward" in vars(module):  # whatever it calls is the caller's module, not our copy
+        if "forward" in vars(module):  # it is bound to the caller's module, not to our copy
             raise UnsupportedModelError(
                 f"the forward of this {kind} has been replaced by one that takes {signature}, and a copy of the model "
                 "cannot be run through it: give the model its own forward back (`del model.forward`)"
@@ -130,12 +128,12 @@ def _only_device(module: nn.Module) -> torch.device:
 
 
 def _same_device(asked: torch.device, actual: torch.device) -> bool:
-    """``cuda`` without a number means whichever GPU the module is on."""
+    """``cuda`` without a number matches any GPU."""
     return asked.type == actual.type and asked.index in (None, actual.index)
 
 
-def _ask_for_logits_alone(module: nn.Module) -> None:
-    """Switch off what a config may ask the forward for besides logits. ``module`` is our copy."""
+def _return_only_logits(module: nn.Module) -> None:
+    """Switch off outputs besides the logits. ``module`` is our copy."""
     for part in module.modules():
         config = getattr(part, "config", None)
         if config is not None:

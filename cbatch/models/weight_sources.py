@@ -1,4 +1,4 @@
-"""Where the decoder's weights come from: a module of transformers, a checkpoint (``checkpoint.py``), or dice."""
+"""Sources of the decoder's weights: a module of transformers, random numbers, or a checkpoint (``checkpoint.py``)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from cbatch.models.decoder_config import DecoderConfig
 
 
 class WeightSource(Protocol):
-    """Tensors by the names and in the layout of transformers. Each is asked for once, by one of the two methods."""
+    """Tensors with transformers' names and layout. Each is taken or read once."""
 
     name: str
-    """For messages."""
+    """For errors."""
     device: torch.device
     dtype: torch.dtype
     shapes: dict[str, tuple[int, ...]]
-    """Of all there is; known before anything is read."""
+    """Of all tensors; known before any is read."""
     tied: bool
-    """Whether the embedding is the head; ``lm_head.weight`` is not asked for then."""
+    """Whether the embedding is the head; then ``lm_head.weight`` is not read."""
 
     def take(self, name: str) -> Tensor:
-        """The tensor on the device and in the dtype of the source, the caller's to keep, with any strides."""
+        """The tensor on the source's device and in its dtype, with any strides. It belongs to the caller."""
         ...
 
     def read(self, name: str, out: Tensor) -> None:
-        """Write the tensor into ``out`` of its shape, with any strides, on the device and in the dtype of the source.
+        """Copy the tensor into ``out``, of its shape, with any strides, on the source's device and in its dtype.
 
-        Nothing else of its size stays allocated."""
+        No second tensor of this size stays allocated."""
         ...
 
 
 class ModuleSource:
-    """The weights of a module: copied, or taken away; then the module is left with empty tensors."""
+    """The weights of a module: copies, or with ``take`` the tensors themselves, which leaves the module empty ones."""
 
     def __init__(self, module: nn.Module, *, take: bool) -> None:
-        """Raises UnsupportedModelError where the weights are of several dtypes."""
+        """Raises UnsupportedModelError if the weights have several dtypes."""
         self._module, self._take = module, take
         self._tensors: dict[str, Tensor] = module.state_dict()
         parameter = next(module.parameters())
@@ -67,16 +67,16 @@ class ModuleSource:
 
 
 class RandomSource:
-    """Weights of a seed, made where they will live: matrices normal, norms one, biases zero.
+    """Random weights, made on the device: normal matrices, norms of one, biases of zero.
 
-    The same seed gives the same weights on a device; the random state of others is left alone.
+    A seed gives the same weights again on the same kind of device. Touches no other random state.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.name, self.device, self.dtype, self.tied = "the config", device, dtype, config.tied
         self.shapes = config.weight_shapes()
         self._std, self._unit = config.init_std, 1.0 - config.norm_offset
-        self._dice = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def take(self, name: str) -> Tensor:
         out = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
@@ -85,6 +85,6 @@ class RandomSource:
 
     def read(self, name: str, out: Tensor) -> None:
         if out.dim() > 1:
-            out.normal_(0.0, self._std, generator=self._dice)
+            out.normal_(0.0, self._std, generator=self._generator)
         else:
             out.fill_(0.0 if name.endswith(".bias") else self._unit)
