@@ -624,8 +624,14 @@ def test_dummy_weights_of_a_quantised_config_are_refused(model_impl, tmp_path):
 # Start-up
 
 
+def runs(script):
+    """In a process of its own: in this one, everything is imported already."""
+    root = Path(loader.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_covered_model_loads_without_the_modelling_stack_which_works_afterwards(tmp_path):
-    """In a process of its own: here, everything is imported already."""
     for name in ("llama", "mixtral"):
         make_tiny(name).save_pretrained(tmp_path / name)
     plain_tokenizer(tmp_path / "llama", "PreTrainedTokenizerFast")
@@ -646,9 +652,7 @@ from transformers.activations import ACT2FN
 assert len(ACT2FN) > 10
 assert "Args" in transformers.Qwen2Config.__doc__
 """
-    root = Path(loader.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    runs(script)
 
 
 def test_a_covered_model_loads_without_torchvision_where_that_is_installed(tmp_path):
@@ -675,9 +679,7 @@ except RuntimeError as error:  # the real one, which imports it
 else:
     sys.exit("a stand-in was left")
 """
-    root = Path(loader.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    runs(script)
 
 
 def test_a_capture_begins_without_torch_dynamo():
@@ -690,9 +692,7 @@ with _BeforeOperators(lambda: seen.append(1)):
     torch.zeros(2)
 assert seen and "torch._dynamo" not in sys.modules
 """
-    root = Path(loader.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    runs(script)
 
 
 def test_models_that_load_at_once_leave_the_library_as_it_was():
@@ -730,9 +730,7 @@ kept.update(mine=1)
 assert list(kept) == list(ACT2FN) and len(kept) == len(ACT2FN) and ACT2FN.pop("mine") == 1
 assert kept.get("none") is None and type(kept["gelu"]) is type(ACT2FN["gelu"]) and len(kept.items()) == len(ACT2FN)
 """
-    root = Path(loader.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    runs(script)
 
 
 def test_another_thread_gets_the_module_and_no_stand_in():
@@ -753,9 +751,7 @@ from transformers.activations import ACT2FN
 from transformers.video_utils import VideoMetadataType
 assert kept[0] is ACT2FN and kept[1] is VideoMetadataType
 """
-    root = Path(loader.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    runs(script)
 
 
 def test_a_module_that_took_its_place_is_not_removed_with_the_stand_in(monkeypatch):
