@@ -30,7 +30,9 @@ from cbatch.tokenizer import decode
 
 # The sampled token is ignored: the search chooses by the log-probabilities that land with it.
 _GREEDY = SamplingParams(temperature=0.0, logprobs=0)
-_PATIENCE = 8  # steps without a beam of a search, until those that have landed make room for those that wait
+# Steps without a beam of a search, until its landed beams make room for those that wait. Not tuned: ten beams in 8
+# slots beside a request of 1,900 tokens took 5.7 s without it on a CPU, and 1.6 with it.
+_PATIENCE = 8
 _STATE = encode(_GREEDY, 0, prompt_len=1, stop_ids=(), bad_word_ids=())
 
 

@@ -291,4 +291,4 @@ class _BeforeOperators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the default has the first operator import torch._dynamo: a second, or three, of the start
+        return False  # by default the first operator imports torch._dynamo, 0.8 s on a fast CPU

@@ -11,6 +11,7 @@ age; so it holds for the sizes and contexts that occur now, though no GPU is lin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 COLD_TOKENS = 256  # size of the first chunk, before anything is measured
@@ -39,7 +40,8 @@ class Pace:
 
     def padded(self, num_tokens: int) -> int:
         """How many tokens a step of ``num_tokens`` computes."""
-        return next((size for size in self._sizes if size >= num_tokens), num_tokens)
+        index = bisect_left(self._sizes, num_tokens)
+        return self._sizes[index] if index < len(self._sizes) else num_tokens
 
     def note(self, num_decodes: int, num_tokens: int, num_pairs: int, ms: float) -> None:
         """Learn from a landed step that took ``ms``; ``num_pairs``: of its prompt tokens and the keys they see."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.host_cost import host_batches
+from benchmarks.traffic import read_lengths
 from cbatch.buffers import eager_bucket, round_up
 from cbatch.graphs import Buckets
-from cbatch.scheduler.plan import Bucket, HostBatch, StepShape, layout
+from cbatch.scheduler.plan import Bucket, HostBatch, StepPlan, StepShape, layout
+from cbatch.scheduler.scheduler import Scheduler
+from cbatch.scheduler.sequence import Sequence
 
 
 @st.composite
@@ -59,9 +66,33 @@ def test_mixed_steps_compute_few_tokens_that_nobody_asked_for(num_tokens: int) -
     assert padded - num_tokens < 128 if num_tokens <= 2048 else padded < num_tokens * 1.25
 
 
-def test_views_of_a_layout_do_not_overlap() -> None:
-    import numpy as np
+def test_the_mixed_steps_of_a_real_traffic_compute_few_tokens_in_vain() -> None:
+    """512 requests of many lengths in 256 slots: 11.5% of what its mixed steps computed was padding, and is 4.3%."""
+    scheduler = Scheduler(
+        num_blocks=14_000, block_size=64, num_groups=1, max_num_seqs=256, max_num_batched_tokens=8192,
+        max_model_len=3072,
+    )  # fmt: skip
+    for prompt_len, output_len in read_lengths(None):
+        sequence = Sequence(np.ones(prompt_len, np.int32), prompt_len + output_len, stop_token_ids=())
+        sequence.param_values = np.zeros(5, np.int32)
+        scheduler.add(sequence)
+    host_batch, buckets = host_batches(scheduler), Buckets(8192, 256)
+    in_flight: deque[StepPlan] = deque()
+    computed = asked = 0
+    while scheduler.has_work or in_flight:
+        if (plan := scheduler.plan(host_batch)) is not None:
+            in_flight.append(plan)
+            if plan.sizes.num_tokens > plan.sizes.num_rows:
+                asked += plan.sizes.num_tokens
+                computed += buckets.choose(plan.sizes.num_tokens, plan.sizes.num_rows).num_tokens
+        if plan is None or len(in_flight) == 2:
+            landing = in_flight.popleft()
+            scheduler.land(landing, np.full(landing.sizes.num_samples, 5, np.int32))
+    scheduler.check()
+    assert (asked, computed) == (304_090, 317_312)
 
+
+def test_views_of_a_layout_do_not_overlap() -> None:
     shape, bucket = StepShape(3, 16, 5), Bucket(40, 7)
     slab = np.zeros(layout(shape, bucket)[1], np.int32)
     host = HostBatch(slab, shape, bucket)

@@ -656,7 +656,7 @@ assert "Args" in transformers.Qwen2Config.__doc__
 
 
 def test_a_covered_model_loads_without_torchvision_where_that_is_installed(tmp_path):
-    """For the types of two arguments, validators of configs import it, and it imports torch._dynamo: a second, or 3."""
+    """For the types of two arguments, validators of configs import it, and it imports torch._dynamo: a second."""
     make_tiny("llama").save_pretrained(tmp_path / "llama")
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('torchvision was imported')")
@@ -683,7 +683,7 @@ else:
 
 
 def test_a_capture_begins_without_torch_dynamo():
-    """Torch wraps what dispatches for a mode, so that its first operator imports that: a second of a start, or 3."""
+    """Torch wraps what dispatches for a mode, so that its first operator imports that: a second of a start."""
     script = """
 import sys, torch
 from cbatch.graphs import _BeforeOperators
