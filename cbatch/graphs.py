@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.buffers import DeviceBatch, IOBuffer, Landing, round_up
 from cbatch.memory import ran_out
+from cbatch.models.decoder import Decoder
 from cbatch.runner import Runner
 from cbatch.sampler import FILTERED, HELD, LOGPROBS, PROCESSED, RANDOM, Edit, drawing, edited
 from cbatch.scheduler.plan import Bucket, StepPlan, StepShape, StepSizes, layout
@@ -123,6 +124,8 @@ class GraphSet:
         device = runner.model.device
         limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
+        model = runner.model
+        self._rehearsed = model.shallow() if isinstance(model, Decoder) else model
         caller = torch.cuda.current_stream(device)  # zeroes the tensors below; ``stream`` waits for that
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._landing = Landing(buckets.max_num_seqs, device)
@@ -181,7 +184,8 @@ class GraphSet:
         )
 
         landing = self._landing
-        graph, logits = self._record(partial(self._runner.step, batch, sizes, landing, 0))
+        step = partial(self._runner.step, batch, sizes, landing, 0)
+        graph, logits = self._record(step, rehearsal=partial(step, model=self._rehearsed))
         # The graphs below are replayed right behind the step's, before anything overwrites its logits. ``logits`` stays
         # alive until they are captured, so that none of them gets its memory.
         redraw = {}
@@ -193,12 +197,15 @@ class GraphSet:
         heads = {False: landing.head(0), True: landing.head(bucket.num_rows)}
         return _BucketGraphs(words, heads, graph, redraw, logprobs, _Window(logits))
 
-    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _record(
+        self, run: Callable[[], T], rehearsal: Callable[[], object] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
         """Run once, so that kernels are compiled and libraries have their workspaces, then capture.
 
-        Returns the graph, and what the captured run returned.
+        ``rehearsal`` runs in place of the first: it launches the same kernels, fewer times. Returns the graph, and what
+        the captured run returned.
         """
-        run()
+        (rehearsal or run)()
         graph = torch.cuda.CUDAGraph()
         try:
             with capturing(graph, self._pool):

@@ -49,11 +49,18 @@ class Runner:
         self._held_logits: Tensor | None = None  # of a step that was launched, and is to sample yet
 
     def step(
-        self, batch: DeviceBatch, sizes: StepSizes, landing: Landing, flags: int, more_rows: Tensor | None = None
+        self,
+        batch: DeviceBatch,
+        sizes: StepSizes,
+        landing: Landing,
+        flags: int,
+        more_rows: Tensor | None = None,
+        model: Model | None = None,
     ) -> Tensor:
         """Compute a step whose arrays are on the device; its results go into ``landing``. Waits for nothing.
 
         Returns the logits ``[num_samples, vocab_size]``, and behind them those of the tokens with index ``more_rows``.
+        ``model``: another in place of the runner's, with the same pages.
         """
         tokens, rows = sizes.num_tokens, sizes.num_rows
         updates, new = sizes.num_table_updates, sizes.num_param_updates
@@ -84,7 +91,8 @@ class Runner:
         sample_rows = batch.sample_rows[: max(sizes.num_samples, 1)]
         if more_rows is not None:
             sample_rows = torch.cat([sample_rows[: sizes.num_samples], more_rows])
-        logits = self.model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
+        model = model or self.model
+        logits = model.forward(input_ids, batch.positions[:tokens], sample_rows, self.kv_cache)
         if sizes.num_samples and not flags & HELD:
             sampled = logits if more_rows is None else logits[: sizes.num_samples]
             self.sample(batch, sizes.num_samples, sampled, landing, flags)

@@ -6,6 +6,7 @@ Weights come through ``decoder_weights``, kernels through ``Ops``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,6 +164,16 @@ class Decoder:
         x = torch.zeros(num_tokens, weights.qkv.weight.shape[1], dtype=self.dtype, device=self.device)
         positions = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         return self._attention(layer, weights, x, positions, attend)
+
+    def shallow(self) -> Decoder:
+        """The first layers as a decoder, over the same weights: as many as launch every kernel that all of them do."""
+        config = self.config
+        kinds = list(zip(config.windows, config.ropes, strict=True))
+        # One more than has every kind: behind the last layer, the norm is another kernel.
+        depth = min(max(map(kinds.index, kinds)) + 2, config.num_layers)
+        fewer = replace(config, num_layers=depth, windows=config.windows[:depth], ropes=config.ropes[:depth])
+        facts = ModelFacts(self.name, self.max_model_len, self.eos_token_ids, self.generation_config)
+        return Decoder(fewer, replace(self.weights, layers=self.weights.layers[:depth]), facts)
 
     @classmethod
     def from_source(cls, config: DecoderConfig, hf_config: Any, source: WeightSource, facts: ModelFacts) -> Decoder:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cbatch.errors import ConfigError, UnsupportedModelError
 from cbatch.models import decoder as decoder_module
 from cbatch.models import loader
 from cbatch.models.comparison import packed_logits
+from cbatch.models.config_facts import ModelFacts
 from cbatch.models.decoder import Decoder, DecoderMismatch
 from cbatch.models.decoder_config import FAMILIES as COVERED_KINDS
 from cbatch.models.loader import load_model
@@ -121,6 +124,46 @@ def test_the_callers_module_stays_and_is_not_followed():
     for got, want in zip(packed_logits(decoder), logits, strict=True):
         assert torch.equal(got, want)
     assert module.state_dict().keys() == before.keys()
+
+
+def calls_of_a_step(decoder):
+    """The pairs of calls that follow each other in a step, of operators and attention, with shapes for tensors.
+
+    Pairs, because a kernel may differ by what came before it: a product may leave parts for the next to add up.
+    """
+    calls = []
+
+    def shape(value):
+        if isinstance(value, (tuple, list)):
+            return tuple(map(shape, value))
+        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def recorded(name, function):
+        def call(*args, **how):
+            calls.append((name, shape(args), tuple((key, shape(value)) for key, value in sorted(how.items()))))
+            return function(*args, **how)
+
+        return call
+
+    ops = decoder._ops
+    decoder._ops = replace(ops, **{f.name: recorded(f.name, getattr(ops, f.name)) for f in fields(ops)})
+    attend = recorded("attend", lambda q, k, v, **how: q)
+    ids = torch.tensor([5, 17, 42, 9])
+    decoder.forward(ids, torch.arange(4), ids[:2] % 4, lambda layer, *args, **how: attend(*args, **how))
+    decoder._ops = ops
+    return set(pairwise(calls))
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_a_shallow_decoder_calls_everything_that_all_layers_call(name):
+    """It runs before a capture in place of all layers. A kernel that it left out would be loaded within the capture."""
+    once = decoder_of(make_tiny(name))
+    config, weights = once.config, once.weights
+    deep = replace(config, num_layers=4 * config.num_layers, windows=4 * config.windows, ropes=4 * config.ropes)
+    decoder = Decoder(deep, replace(weights, layers=4 * weights.layers), ModelFacts("deep", 64, (), None))
+    shallow = decoder.shallow()
+    assert shallow.config.num_layers == len(shallow.weights.layers) <= config.num_layers + 1
+    assert calls_of_a_step(shallow) == calls_of_a_step(decoder)
 
 
 def test_facts_are_those_of_the_model_that_it_stands_for():
