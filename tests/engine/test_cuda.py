@@ -215,10 +215,10 @@ def in_a_capture(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], num
     """Have ``act`` called in the middle of a step that is captured, the ``number``-th one from now on."""
     step, captures = Runner.step, iter(range(1, 10_000))
 
-    def acting(self: Runner, *args: Any) -> Any:
+    def acting(self: Runner, *args: Any, **options: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and next(captures) == number:
             act()
-        return step(self, *args)
+        return step(self, *args, **options)
 
     monkeypatch.setattr(Runner, "step", acting)
 
