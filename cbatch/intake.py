@@ -97,7 +97,7 @@ class Draft:
         handle.sequence = Sequence(
             common.prompt,
             common.max_len,
-            stop_token_ids=self.stop_ids,
+            stop_token_ids=frozenset(self.stop_ids),
             param_values=state.param_values,
             flags=state.flags,
             skip_reading_prefix_cache=of_prompt is not None,  # cached tokens have no logits
