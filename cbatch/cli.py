@@ -474,10 +474,10 @@ def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
 
 def _print_stream(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[str, bool]:
     """Prints an answer as it comes; returns it, and whether Ctrl-C ended it."""
-    from cbatch.detokenizer import make_detokenizer
+    from cbatch.detokenizer import Detokenizer
 
     handle = engine.submit(prompt, params)
-    detokenizer = make_detokenizer(engine.tokenizer, prompt, params)
+    detokenizer = Detokenizer(engine.tokenizer, prompt, params)
     answer, finish = "", None
     try:
         while finish is None:

@@ -374,23 +374,23 @@ STOPS = st.lists(st.lists(ALPHABET, min_size=1, max_size=4).map("".join), min_si
 @given(st.sampled_from(TOKENIZERS), TEXTS, STOPS, st.booleans())
 def test_streaming_equals_a_search_over_the_whole_text(tokenizer, text, stop, include):
     ids = tokenizer.encode(text, add_special_tokens=False)
-    whole = Detokenizer(tokenizer, []).push(ids, "length")
+    whole = Detokenizer(tokenizer, [], SamplingParams()).push(ids, "length")
     expected, reason, end = search(whole, stop, include)
 
     until = TextUntilStop(tokenizer, [], greedy(stop, include_stop_str_in_output=include))
-    by_token = Detokenizer(tokenizer, [])
+    by_token, decoded = Detokenizer(tokenizer, [], SamplingParams()), ""
     deltas, found = [], None
     for number, token in enumerate(ids, 1):
         finish = "length" if number == len(ids) else None
         found = until.push([token], finish)
-        by_token.push([token], finish)
+        decoded += by_token.push([token], finish)
         deltas.append(until.take())
         assert expected.startswith("".join(deltas))  # so nothing of a stop string has been shown
-        assert (found is not None) == (reason is not None and len(by_token.text) >= end)
+        assert (found is not None) == (reason is not None and len(decoded) >= end)
         if found is not None:
             break
         if finish is None:  # no more is held back than may become a stop string
-            held = "" if include else by_token.text[len(until.text) :]
+            held = "" if include else decoded[len(until.text) :]
             assert held == "" or any(s.startswith(held) for s in stop)
     assert (until.text, "".join(deltas), found) == (expected, expected, reason)
 
