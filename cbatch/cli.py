@@ -78,6 +78,7 @@ JsonSchema = Annotated[
 Regex = Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole; likewise.")]
 Choice = Annotated[list[str] | None, typer.Option(help="Answer with one of these; likewise.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")]
 
 
 def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -275,9 +276,7 @@ def throughput(
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     attention: Annotated[str | None, typer.Option(help="auto, torch, triton.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random prompts and weights.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     timeline: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Draw steps of decoding on this page, FILE.html; FILE.trace.json beside it."),
@@ -360,9 +359,7 @@ def demo(
     model: ModelName = DEMO,
     device: Device = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = DEMO_MAX_TOKENS,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """The main job: 32 chat prompts at once, three of the answers, and the figures beside those of schedule=sync."""
     from cbatch.bench import environment, run_throughput, warm_up
