@@ -106,10 +106,13 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     name = str(name_or_path)
     if name in shape_names():
         return None
+    import transformers
+
     path = _find_weights(name)
     local_only = _only_local(path)
     try:
-        tokenizers = _tokenizer_class(path, local_only)
+        named = _named_tokenizer(path, local_only)
+        tokenizers = getattr(transformers, named) if named else transformers.AutoTokenizer
         tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
     except Exception as error:  # of any type: for a broken file, tokenizers raises a bare Exception
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
@@ -251,13 +254,6 @@ _TOKENIZERS = {
 }
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "TokenizersBackend")
 _SPECIAL_RULES = {"mistral", "ministral", "qwen2"}  # AutoTokenizer may choose another class than the one named
-
-
-def _tokenizer_class(path: str, local_only: bool) -> Any:
-    import transformers
-
-    named = _named_tokenizer(path, local_only)
-    return getattr(transformers, named) if named else transformers.AutoTokenizer
 
 
 def _named_tokenizer(path: str, local_only: bool) -> str | None:
