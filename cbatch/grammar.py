@@ -63,11 +63,7 @@ class Grammars:
                 self._cache.move_to_end(asked)
                 return start.deep_copy()
         try:
-            text = _source(asked)
-        except ValueError as error:
-            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
-        start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
-        try:
+            start = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
             if not start.is_error():  # a first mask shows whether the grammar allows any text
                 self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
             if start.is_error():

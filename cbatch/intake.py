@@ -163,7 +163,8 @@ class Intake:
                 seed = int(self._seeds.integers(2**64, dtype=np.uint64))
         first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
         encoded = [first.with_seed(seed + i) for i in range(params.n)]
-        matchers = [self._matcher(params, request_id) for _ in encoded]
+        asked, label = params.structured_outputs, named(request_id)
+        matchers = [None if asked is None else self._grammars.matcher(asked, label) for _ in encoded]
         prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
@@ -177,11 +178,6 @@ class Intake:
         params = self._limits.beams(params, len(eos), request_id)
         common = self._common(prompt, params, request_id, **options)
         return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
-
-    def _matcher(self, params: SamplingParams, request_id: str | None) -> LLMatcher | None:
-        if params.structured_outputs is None:
-            return None
-        return self._grammars.matcher(params.structured_outputs, named(request_id))
 
     def _common(
         self,
