@@ -107,15 +107,7 @@ def resolve(
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
     return Choice(
-        do_sample,
-        temperature,
-        top_k,
-        top_p,
-        num_beams,
-        length_penalty,
-        early_stopping,
-        eos_ids,
-        pad_token_id,
+        do_sample, temperature, top_k, top_p, num_beams, length_penalty, early_stopping, eos_ids, pad_token_id
     )
 
 

@@ -173,11 +173,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {**_ALL_OR_NONE, "rope_interleaved": True},
     "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where windows slide"},
     "gemma": {"norm_offset": 1.0, "embed_scale": "root of the hidden size"},
-    "gemma2": {
-        "names": Names(**_SANDWICH, **_AFTER_MLP),
-        "norm_offset": 1.0,
-        "embed_scale": "root of the hidden size",
-    },
+    "gemma2": {"names": Names(**_SANDWICH, **_AFTER_MLP), "norm_offset": 1.0, "embed_scale": "root of the hidden size"},
     "gemma3_text": {
         "names": Names(**_SANDWICH, **_AFTER_MLP),
         "norm_offset": 1.0,
