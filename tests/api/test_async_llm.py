@@ -22,6 +22,7 @@ from cbatch import (
 from cbatch import async_llm as module
 from tests.api.tiny import CHAT_TEMPLATE, byte_level
 from tests.counting import CountingModel, counted
+from tests.waiting import settle
 
 TOKENIZER = byte_level()
 VOCAB = len(TOKENIZER)
@@ -32,16 +33,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400)
 def make(model=None, tokenizer=TOKENIZER, **options):
     options = {"num_blocks": 500, "block_size": 4, "max_num_seqs": 8, **options}
     return AsyncLLM(CountingModel(VOCAB, max_model_len=512) if model is None else model, tokenizer, **options)
-
-
-async def idle(llm):
-    """Waits until nothing runs: what was left early has been aborted."""
-    for _ in range(1000):
-        stats = llm.stats()
-        if stats["num_running"] + stats["num_waiting"] == 0:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("requests still run")
 
 
 async def collect(stream):
@@ -127,7 +118,7 @@ async def test_leaving_the_loop_aborts_the_request():
         async for output in llm.generate([7], LONG):
             assert not output.finished
             break
-        await idle(llm)
+        await asyncio.to_thread(settle, llm.engine)
         assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
 
 
@@ -150,7 +141,7 @@ async def test_cancelling_the_task_aborts_the_request():
         with pytest.raises(asyncio.CancelledError):
             await task
         model.gate.set()
-        await idle(llm)
+        await asyncio.to_thread(settle, llm.engine)
         assert model.num_forwards < 10
 
 
@@ -165,7 +156,7 @@ async def test_abort_by_id_ends_the_stream_with_what_it_has():
         whole = outputs[-1].outputs[0].token_ids
         assert whole == counted(7, len(whole), VOCAB)
         await llm.abort("a")  # of nothing: nothing happens
-        await idle(llm)
+        await asyncio.to_thread(settle, llm.engine)
 
 
 async def test_a_hundred_streams_get_their_own_tokens_and_a_slow_one_holds_back_nobody():
@@ -348,4 +339,4 @@ async def test_idle_engine_wakes_for_a_late_request():
         await asyncio.sleep(0.3)
         assert (await collect(llm.generate([7], GREEDY)))[-1].finished
         assert llm.get_tokenizer() is TOKENIZER
-        await idle(llm)
+        await asyncio.to_thread(settle, llm.engine)

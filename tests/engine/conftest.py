@@ -12,6 +12,20 @@ from cbatch.engine import Engine
 from tests.counting import CountingModel
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each device in turn; the counting model is on it, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountingModel, "default_device", request.param)
+        yield request.param
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, slots, references and prefixes are added up after every step, and what has not landed is poisoned."""
+    monkeypatch.setenv("CBATCH_DEBUG", "1")
+
+
 @pytest.fixture
 def counting_engine() -> Iterator[Callable[..., Engine]]:
     """``counting_engine(model=None, **options)``: small defaults; blocks and slots must add up when the test ends."""

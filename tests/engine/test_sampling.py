@@ -25,6 +25,8 @@ from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import VOCAB_SIZE, make_tiny
 
+pytestmark = pytest.mark.usefixtures("device")
+
 SYNC, ASYNC, DEEP = {"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}
 SCHEDULES = [SYNC, ASYNC, DEEP]
 TIGHT = {"num_blocks": 17}  # of the tests' requests, some are preempted
@@ -54,13 +56,6 @@ class CountPenalties(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         times = torch.bincount(input_ids[0, self.prompt_len :], minlength=scores.shape[1])
         return scores - times * self.frequency - (times > 0) * self.presence
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CountingModel, "default_device", request.param)
-        yield request.param
 
 
 @pytest.fixture(scope="module")
