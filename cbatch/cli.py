@@ -99,14 +99,14 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             os._exit(130)
         except OSError as error:
             if not isinstance(error, BrokenPipeError):  # as from `cbatch generate ... | head`
-                err.print(Text.assemble(("cbatch:", "red"), f" {error}"), soft_wrap=True)
+                _say(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
             raise typer.Exit(1) from None
 
     return run
 
 
-def _say(error: CBatchError) -> None:
+def _say(error: Exception) -> None:
     err.print(Text.assemble(("cbatch:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
 
 
