@@ -457,13 +457,12 @@ def _message(text: str) -> list[dict[str, str]]:
 
 def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
     """Token ids of texts, of lists of ids, and of conversations."""
-    from cbatch.prompts import PromptLike, encode_prompt, render_chat
+    from cbatch.prompts import PromptLike, encode_chat
 
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            text = render_chat(engine.tokenizer, prompt)
-            encoded.append(encode_prompt(engine.tokenizer, text, add_special_tokens=False))
+            encoded.append(encode_chat(engine.tokenizer, prompt)[1])
         else:
             encoded.append(PromptLike(prompt).encode(engine.tokenizer))
     return encoded

@@ -11,7 +11,7 @@ from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
 from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
-from cbatch.prompts import PromptLike, encode_prompt, render_chat
+from cbatch.prompts import PromptLike, encode_chat
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 
@@ -146,22 +146,16 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = _one_each(sampling_params, len(conversations))
         tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
-
-        write = partial(
-            render_chat,
+        encode = partial(
+            encode_chat,
             tokenizer,
+            max_model_len=limit,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-
-        def encode(conversation: Any) -> _Encoded:
-            text = write(conversation)
-            # The template wrote the special tokens; the tokenizer would add a second <s>.
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
-
         encoded = _each("conversation", conversations, encode)
         salts = [cache_salt] * len(encoded)
         requests = _requests(self.engine.submit, encoded, params, priority, salts, timeout_s)
@@ -187,7 +181,7 @@ class LLM:
         self.close()
 
     def _run(
-        self, kind: str, encoded: list[_Encoded], requests: list[Callable[[], RequestHandle]], use_tqdm: bool | None
+        self, kind: str, encoded: Sequence[_Encoded], requests: list[Callable[[], RequestHandle]], use_tqdm: bool | None
     ) -> list[RequestOutput]:
         handles: list[RequestHandle] = []
         try:
@@ -220,7 +214,7 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
 
 def _requests(
     submit: Callable[..., RequestHandle],
-    encoded: list[_Encoded],
+    encoded: Sequence[_Encoded],
     params: Sequence[SamplingParams | BeamSearchParams | None],
     priority: int | Sequence[int],
     salts: list[Any],

@@ -213,6 +213,18 @@ def render_chat(
     return text
 
 
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    max_model_len: int | None = None,
+    **options: Any,
+) -> tuple[str, list[int]]:
+    """``render_chat`` with its ``options``, and the token ids of that text. Raises as both."""
+    text = render_chat(tokenizer, messages, **options)
+    # The template wrote the special tokens; the tokenizer would add a second <s>.
+    return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=max_model_len)
+
+
 def _check_names(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, names: Iterable[str], tools: Sequence[Any] | None
 ) -> None:
