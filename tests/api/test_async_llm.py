@@ -10,7 +10,6 @@ import pytest
 from cbatch import (
     AsyncLLM,
     BeamSearchParams,
-    ConfigError,
     DuplicateRequestError,
     EngineClosedError,
     EngineDeadError,
@@ -188,11 +187,6 @@ async def test_bad_request_fails_alone():
         assert (await good)[-1].outputs[0].token_ids == counted(7, 400, VOCAB)
 
 
-def test_what_is_no_tokenizer_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="tokenizer is 5"):
-        AsyncLLM("no-such-model", 5)
-
-
 async def test_id_of_a_running_request_is_refused_and_the_first_goes_on():
     async with make() as llm:
         first = llm.generate([7], LONG, request_id="a")
@@ -328,15 +322,8 @@ async def test_abort_by_id_while_a_long_text_is_tokenised(monkeypatch):
 
 async def test_streams_of_two_loops_in_two_threads():
     async with make() as llm:
+        assert llm.get_tokenizer() is TOKENIZER
         other = asyncio.to_thread(lambda: asyncio.run(collect(llm.generate([9], GREEDY))))
         here, there = await asyncio.gather(collect(llm.generate([7], GREEDY)), other)
         assert here[-1].outputs[0].token_ids == counted(7, 6, VOCAB)
         assert there[-1].outputs[0].token_ids == counted(9, 6, VOCAB)
-
-
-async def test_idle_engine_wakes_for_a_late_request():
-    async with make() as llm:
-        await asyncio.sleep(0.3)
-        assert (await collect(llm.generate([7], GREEDY)))[-1].finished
-        assert llm.get_tokenizer() is TOKENIZER
-        await asyncio.to_thread(settle, llm.engine)

@@ -126,16 +126,14 @@ def test_request_that_can_never_fit_is_refused_with_both_numbers(counting_engine
     assert len(tokens(engine.submit([1] * 30, greedy(None)))) == 3  # up to the room, not beyond the pool
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [[], [-1], [100], [1.5], ["a"], "text", b"text", [[1, 2]], None, 5, [True, False], [2**70], {1: 2}, [None]],
-)
-def test_bad_prompt_fails_alone(counting_engine: Start, prompt: object) -> None:
+def test_bad_prompts_fail_alone(counting_engine: Start) -> None:
     """Each is refused at submission, by itself, and its neighbours never notice."""
     engine = counting_engine()
     before = engine.submit([1], greedy(40))
-    with pytest.raises(InvalidRequestError):
-        engine.submit(prompt, greedy())  # type: ignore[arg-type]
+    wrong = [[], [-1], [100], [1.5], ["a"], "text", b"text", [[1, 2]], None, 5, [True, False], [2**70], {1: 2}, [None]]
+    for prompt in wrong:
+        with pytest.raises(InvalidRequestError):
+            engine.submit(prompt, greedy())  # type: ignore[arg-type]
     assert tokens(engine.submit([3], greedy())) == counted(3, 8)
     assert tokens(before) == counted(1, 40)
 
@@ -149,11 +147,6 @@ def test_bad_parameters_and_ids_fail_alone(counting_engine: Start) -> None:
     with pytest.raises(InvalidRequestError, match="request_id"):
         engine.submit([1], greedy(), request_id=7)  # type: ignore[arg-type]
     assert tokens(engine.submit([3], greedy())) == counted(3, 8)
-
-
-@pytest.mark.parametrize("prompt", [np.array([4, 5]), torch.tensor([4, 5]), (4, 5), iter([4, 5]), range(4, 6)])
-def test_prompts_may_be_any_sequence_of_integers(counting_engine: Start, prompt: object) -> None:
-    assert tokens(counting_engine().submit(prompt, greedy(2))) == [6, 7]  # type: ignore[arg-type]
 
 
 def test_live_id_is_refused_and_the_first_goes_on(counting_engine: Start) -> None:
@@ -420,7 +413,7 @@ def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> No
 
 def test_first_request_may_come_late(counting_engine: Start) -> None:
     engine = counting_engine()
-    time.sleep(1.0)
+    time.sleep(0.2)
     assert tokens(engine.submit([1], greedy(3))) == [2, 3, 4]
 
 
