@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from cbatch.config import find_device, parse_dtype
-from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError, described
 from cbatch.models.base import Model
 from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
@@ -369,7 +369,7 @@ def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
 
 def _words(error: Exception) -> str:
     """An error's message, with its type unless transformers raised it on purpose."""
-    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (OSError, ValueError)) else described(error)
 
 
 def _tried(path: str) -> str:
