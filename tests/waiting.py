@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from cbatch.engine import Engine
+from cbatch.request import RequestHandle
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -14,6 +15,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.002)
+
+
+def tokens(handle: RequestHandle) -> list[int]:
+    """A request's only answer, at its end."""
+    return handle.result(120).outputs[0].token_ids
 
 
 def settle(engine: Engine) -> None:

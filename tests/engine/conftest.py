@@ -29,15 +29,17 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counting_engine() -> Iterator[Callable[..., Engine]]:
     """``counting_engine(model=None, **options)``: small defaults; blocks and slots must add up when the test ends."""
-    engines: list[Engine] = []
+    made: list[tuple[CountingModel, Engine]] = []
 
     def start(model: CountingModel | None = None, **options: Any) -> Engine:
         defaults = {"max_num_seqs": 4, "block_size": 4, "num_blocks": 33, "max_num_batched_tokens": 16}
-        engine = Engine(model or CountingModel(), EngineConfig(**{**defaults, **options}))
-        engines.append(engine)
+        model = model or CountingModel()
+        engine = Engine(model, EngineConfig(**{**defaults, **options}))
+        made.append((model, engine))
         return engine
 
     yield start
-    for engine in engines:
+    for model, engine in made:
+        model.gate.set()  # a test that failed may hold it back
         engine.close()
         engine.scheduler.check()

@@ -18,17 +18,13 @@ from cbatch.llm import LLM
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
-from tests.waiting import settle, wait_until
+from tests.waiting import settle, tokens, wait_until
 
 Start = Callable[..., Engine]
 
 
 def greedy(max_tokens: int = 8, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(30).outputs[0].token_ids
 
 
 def held() -> CountingModel:
@@ -155,7 +151,7 @@ def test_a_deadline_ends_who_waits_and_who_runs(counting_engine: Start, schedule
     assert (chunk.token_ids, chunk.finish_reason) == ([], "timeout")
     with pytest.raises(EOFError):
         waiting.next_chunk(1)
-    assert waiting.metrics.finished_time - waiting.metrics.arrival_time < 0.25  # type: ignore[operator]
+    assert waiting.metrics.finished_time < running.metrics.finished_time  # type: ignore[operator]
     again = engine.submit([5], greedy(3), "running")
     slow.set()
     assert tokens(neighbour) == counted(2, 40)
@@ -222,7 +218,7 @@ def test_ended_requests_are_freed_before_their_deadlines(counting_engine: Start)
 # ---- very many
 
 
-def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(counting_engine: Start) -> None:
+def test_twenty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(counting_engine: Start) -> None:
     model = held()
     engine = counting_engine(model, max_num_seqs=2, num_blocks=65)
     running = engine.submit([1], greedy(120))
@@ -233,18 +229,21 @@ def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(coun
         num_waiting = engine.scheduler.num_waiting
         begin = time.thread_time()  # of the processor: other work on the machine is none of ours
         planned = plan(host_batch)
-        if num_waiting > 40_000:
+        if num_waiting > 16_000:
             plan_s.append(time.thread_time() - begin)
         return planned
 
     engine.scheduler.plan = timed
-    start = time.thread_time()
-    handles = [engine.submit([i % 100] * 50, greedy(4)) for i in range(50_000)]
-    assert time.thread_time() - start < 5.0
+    handles, submit_s = [], []
+    for _ in range(20):
+        start = time.thread_time()
+        handles += [engine.submit([i % 100] * 50, greedy(4)) for i in range(1000)]
+        submit_s.append(time.thread_time() - start)
+    assert min(submit_s[10:]) < 0.1
     start = time.thread_time()
     for handle in handles[3:]:
         handle.abort()
-    assert time.thread_time() - start < 2.0
+    assert time.thread_time() - start < 1.0
     model.gate.set()
     assert tokens(running) == counted(1, 120)
     assert [tokens(handle) for handle in handles[:3]] == [counted(i, 4) for i in range(3)]

@@ -33,7 +33,7 @@ from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
-from tests.waiting import settle
+from tests.waiting import settle, tokens
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -49,10 +49,6 @@ def counting_engine(counting_engine: Start) -> Start:
 
 def greedy(max_tokens: int | None = 8, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(30).outputs[0].token_ids
 
 
 @pytest.mark.parametrize("options", SCHEDULES)

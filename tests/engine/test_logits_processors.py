@@ -21,7 +21,7 @@ from cbatch.sampler import HELD, drawing, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tests.counting import CountingModel, counted
 from tests.engine.test_sampling import Numbers
-from tests.waiting import settle
+from tests.waiting import settle, tokens
 
 pytestmark = pytest.mark.usefixtures("device", "checked")
 
@@ -32,10 +32,6 @@ Start = Callable[..., Engine]
 
 def greedy(*processors: Callable[..., Any], max_tokens: int = 12, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, logits_processors=processors, **more)
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(60).outputs[0].token_ids
 
 
 def skip_three(token_ids: list[int], logits: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
-from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import VOCAB_SIZE, make_tiny
+from tests.waiting import tokens
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -68,10 +68,6 @@ def model(device: str) -> nn.Module:
 def start(model: nn.Module, **options: Any) -> Engine:
     defaults = {"max_num_seqs": 16, "block_size": 4, "num_blocks": 400, "max_num_batched_tokens": 32}
     return Engine.from_model(model, Numbers(), **{**defaults, "model_impl": "transformers", **options})
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(120).outputs[0].token_ids
 
 
 def plain(model: nn.Module, prompt: list[int], params: SamplingParams) -> list[int]:
