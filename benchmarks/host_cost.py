@@ -55,7 +55,7 @@ def decoding(num_running: int, num_waiting: int, **options: Any) -> tuple[Any, S
 
     def add(length: int, max_tokens: int) -> None:
         prompt = rng.integers(0, 100_000, length).astype(np.int32)
-        sequence = Sequence(prompt, length + max_tokens, stop_token_ids=(2,))
+        sequence = Sequence(prompt, length + max_tokens, stop_token_ids=frozenset([2]))
         sequence.param_values = np.zeros(5, np.int32)
         scheduler.add(sequence)
 

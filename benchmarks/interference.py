@@ -102,7 +102,7 @@ def consume_in_threads(
     handles = [llm.engine.submit(prompt, params) for prompt in prompts]
 
     def read(handle: Any) -> None:
-        detokenizer = Detokenizer(llm.get_tokenizer(), handle.prompt_token_ids)  # type: ignore[arg-type]
+        detokenizer = Detokenizer(llm.get_tokenizer(), handle.prompt_token_ids, params)  # type: ignore[arg-type]
         finish = None
         while finish is None:
             chunk = handle.next_chunk()

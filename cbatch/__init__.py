@@ -63,27 +63,11 @@ _HOMES = {
     "cbatch.async_llm": ("AsyncLLM",),
     "cbatch.config": ("EngineConfig",),
     "cbatch.engine": ("Engine",),
-    "cbatch.errors": (
-        "CBatchError",
-        "ConfigError",
-        "DuplicateRequestError",
-        "EngineClosedError",
-        "EngineDeadError",
-        "EngineOverloadedError",
-        "InvalidRequestError",
-        "ModelNotFoundError",
-        "PromptTooLongError",
-        "UnsupportedModelError",
-    ),
+    "cbatch.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "cbatch.llm": ("LLM",),
     "cbatch.outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "cbatch.request": ("RequestHandle",),
-    "cbatch.sampling_params": (
-        "BeamSearchParams",
-        "RequestOutputKind",
-        "SamplingParams",
-        "StructuredOutputsParams",
-    ),
+    "cbatch.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from cbatch.engine import Engine
 from cbatch.intake import Draft
 from cbatch.output_maker import OutputMaker
 from cbatch.outputs import RequestOutput
-from cbatch.prompts import PromptLike, check_conversation, encode_prompt, render_chat
+from cbatch.prompts import PromptLike, check_conversation, encode_chat
 from cbatch.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from cbatch.tokenizer import is_busy
 
@@ -102,23 +103,20 @@ class AsyncLLM:
         The call refuses what is no conversation; the first step of the iteration raises what the template refuses.
         """
         check_conversation(messages)
-        tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
-
-        def write() -> tuple[str, list[int]]:
-            text = render_chat(
-                tokenizer,
-                messages,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
-
+        encode = partial(
+            encode_chat,
+            self.engine.tokenizer,
+            messages,
+            self.engine.config.max_model_len,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         length = sum(len(str(message)) for message in messages)
         options = {"priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s}
-        return self._stream(write, length, sampling_params, request_id, options)
+        return self._stream(encode, length, sampling_params, request_id, options)
 
     async def beam_search(
         self,

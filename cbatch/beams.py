@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.beam_search import BeamSearch, Hypothesis
 from cbatch.buffers import Logprobs
-from cbatch.detokenizer import make_detokenizer
+from cbatch.detokenizer import Detokenizer
 from cbatch.errors import CBatchError
 from cbatch.outputs import CompletionOutput
 from cbatch.request import RequestHandle, Wakers, WholeHandle
@@ -84,7 +84,7 @@ class BeamHandle(WholeHandle):
     def _readable_answer(self, index: int, found: Hypothesis) -> CompletionOutput:
         text = ""
         if self._tokenizer is not None:
-            detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
+            detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
             text = detokenizer.push(found.token_ids, found.finish_reason)
             if found.finish_reason == "stop" and self.beam_params.include_stop_str_in_output:
                 text += decode(self._tokenizer, found.token_ids[-1:])

@@ -20,6 +20,11 @@ from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from cbatch.timeline import Timeline
 
+_OF_STATS = (
+    *("schedule", "device", "steps", "num_asked_tokens", "num_hit_tokens", "activity_kind", "activity_pct"),
+    *("ms_per_step_p50", "host_us_per_step_p50", "host_us_per_step_p99"),
+)
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -84,28 +89,14 @@ def run_throughput(
     stats = engine.stats()
     done = [output for output in outputs if output is not None]
     figures = {
-        "schedule": stats["schedule"],
-        "device": stats["device"],
         "model": name,
         "dtype": dtype,
         "num_requests": len(prompts),
         "failed": len(prompts) - len(done),
         **_rates(done),
         **_latencies(done),
-        "steps": stats["steps"],
-        "num_asked_tokens": stats["num_asked_tokens"],
-        "num_hit_tokens": stats["num_hit_tokens"],
+        **{name: stats[name] for name in _OF_STATS},
         "num_preemptions": stats["num_preemptions"] - preemptions_before,
-        **{
-            figure: stats[figure]
-            for figure in (
-                "ms_per_step_p50",
-                "host_us_per_step_p50",
-                "host_us_per_step_p99",
-                "activity_kind",
-                "activity_pct",
-            )
-        },
     }
     return Throughput(figures, outputs, first_error, timeline)
 

@@ -78,6 +78,7 @@ JsonSchema = Annotated[
 Regex = Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole; likewise.")]
 Choice = Annotated[list[str] | None, typer.Option(help="Answer with one of these; likewise.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")]
 
 
 def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,14 +99,14 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             os._exit(130)
         except OSError as error:
             if not isinstance(error, BrokenPipeError):  # as from `cbatch generate ... | head`
-                err.print(Text.assemble(("cbatch:", "red"), f" {error}"), soft_wrap=True)
+                _say(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
             raise typer.Exit(1) from None
 
     return run
 
 
-def _say(error: CBatchError) -> None:
+def _say(error: Exception) -> None:
     err.print(Text.assemble(("cbatch:", "red"), " ", " ".join(str(error).split())), soft_wrap=True)
 
 
@@ -275,9 +276,7 @@ def throughput(
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     attention: Annotated[str | None, typer.Option(help="auto, torch, triton.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random prompts and weights.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     timeline: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Draw steps of decoding on this page, FILE.html; FILE.trace.json beside it."),
@@ -360,9 +359,7 @@ def demo(
     model: ModelName = DEMO,
     device: Device = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = DEMO_MAX_TOKENS,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """The main job: 32 chat prompts at once, three of the answers, and the figures beside those of schedule=sync."""
     from cbatch.bench import environment, run_throughput, warm_up
@@ -460,13 +457,12 @@ def _message(text: str) -> list[dict[str, str]]:
 
 def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
     """Token ids of texts, of lists of ids, and of conversations."""
-    from cbatch.prompts import PromptLike, encode_prompt, render_chat
+    from cbatch.prompts import PromptLike, encode_chat
 
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            text = render_chat(engine.tokenizer, prompt)
-            encoded.append(encode_prompt(engine.tokenizer, text, add_special_tokens=False))
+            encoded.append(encode_chat(engine.tokenizer, prompt)[1])
         else:
             encoded.append(PromptLike(prompt).encode(engine.tokenizer))
     return encoded
@@ -474,10 +470,10 @@ def _encode(engine: Engine, prompts: Sequence[Any]) -> list[list[int]]:
 
 def _print_stream(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[str, bool]:
     """Prints an answer as it comes; returns it, and whether Ctrl-C ended it."""
-    from cbatch.detokenizer import make_detokenizer
+    from cbatch.detokenizer import Detokenizer
 
     handle = engine.submit(prompt, params)
-    detokenizer = make_detokenizer(engine.tokenizer, prompt, params)
+    detokenizer = Detokenizer(engine.tokenizer, prompt, params)
     answer, finish = "", None
     try:
         while finish is None:

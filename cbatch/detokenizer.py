@@ -39,20 +39,14 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-        include_stop_token: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         self._tokenizer = tokenizer
-        self._include_stop_token = include_stop_token
-        unspaced = not (skip_special_tokens or spaces_between_special_tokens)
+        self._include_stop_token = params.include_stop_str_in_output
+        unspaced = not (params.skip_special_tokens or params.spaces_between_special_tokens)
         self._unspaced = special_ids(tokenizer) if unspaced else frozenset()
         # Skipped here, not by the decoder: a model that repeats its EOS would fill the window with textless tokens.
-        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset()
-        self._parts: list[str] = []
+        self._skipped = special_ids(tokenizer) if params.skip_special_tokens else frozenset()
 
         # The window: ids[:settled] have been shown and decode to `shown`; the rest is held back.
         self._ids, self._settled = self._context(prompt_token_ids)
@@ -66,18 +60,11 @@ class Detokenizer:
                 self._shown = before
         self._previous = self._settled  # where the last delta's tokens begin, and the window can be cut
 
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
-
     def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> str:
         """Takes the next tokens and returns the text that they add, ``""`` while a character is incomplete.
 
         With ``finish_reason`` these are the last tokens, and nothing is held back. If it is ``"stop"``, the last one is
-        the stop token, which adds no text unless ``include_stop_token``.
+        the stop token, which adds no text unless ``include_stop_str_in_output``.
         """
         drops_last = finish_reason == "stop" and not self._include_stop_token
         end = len(token_ids) - 1 if drops_last else len(token_ids)
@@ -99,7 +86,6 @@ class Detokenizer:
         else:  # invalid byte tokens: the decoder has changed text that was already shown
             delta = self._decode(self._ids[self._settled : settled])
         if delta:
-            self._parts.append(delta)
             self._previous, self._settled = self._settled, settled
             self._shown = self._broken = window
             if settled > _WINDOW and finish_reason is None:
@@ -169,7 +155,7 @@ class TextUntilStop:
         self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
         assert isinstance(params.stop, tuple)
-        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, params)
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
         self._stops = _automaton(params.stop)
         self._state = 0
         self._include = params.include_stop_str_in_output
@@ -273,16 +259,3 @@ def _automaton(stops: tuple[str, ...]) -> _Automaton:
             shorter[child] = children[left].get(char, 0)
             ends[child] = min(ends[child], ends[shorter[child]])
     return _Automaton(stops, children, shorter, depths, ends)
-
-
-def make_detokenizer(
-    tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> Detokenizer:
-    """The detokenizer of an answer to a prompt, with the parameters' options."""
-    return Detokenizer(
-        tokenizer,
-        prompt_token_ids,
-        params.skip_special_tokens,
-        params.spaces_between_special_tokens,
-        params.include_stop_str_in_output,
-    )

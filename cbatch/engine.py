@@ -135,7 +135,7 @@ class Engine:
         if config.itl_target_ms is not None:
             self.scheduler.pace = Pace(config.itl_target_ms, self._executor.step_sizes)
         self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-        self._held = Held(self._grammars, model.vocab_size)
+        self._held = Held(self._grammars)
         self._intake = Intake(model, tokenizer, limits, self._grammars, config.seed)
         self._clock = StepClock()
         self._timeline: Timeline | None = None

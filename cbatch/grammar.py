@@ -42,38 +42,34 @@ class Grammars:
         self._limits: LLParserLimits
         self._specials: frozenset[int] = frozenset()
 
-    def matcher(self, asked: StructuredOutputsParams, label: str) -> LLMatcher:
+    def matcher(self, asked: StructuredOutputsParams) -> LLMatcher:
         """A grammar's initial state, for one answer to advance.
 
         Compiles a new grammar, which takes milliseconds, or seconds if it is huge. The first call also reads the
         vocabulary, which takes some 0.2 s.
 
         Raises:
-            InvalidRequestError: the grammar or the tokenizer cannot be used; ``label`` names the request.
+            InvalidRequestError: the grammar or the tokenizer cannot be used.
         """
         try:
             import llguidance
         except ImportError as error:
             raise InvalidRequestError(
-                f"{label}: structured_outputs needs llguidance ({error}): pip install cbatch[grammar]"
+                f"structured_outputs needs llguidance ({error}): pip install cbatch[grammar]"
             ) from None
         with self._lock:
-            vocabulary = self._read_vocabulary(label)
+            vocabulary = self._read_vocabulary()
             if (start := self._cache.get(asked)) is not None:
                 self._cache.move_to_end(asked)
                 return start.deep_copy()
         try:
-            text = _source(asked)
-        except ValueError as error:
-            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
-        start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
-        try:
+            start = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
             if not start.is_error():  # a first mask shows whether the grammar allows any text
                 self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
             if start.is_error():
                 raise ValueError(first_lines(start.get_error()))
         except ValueError as error:
-            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
+            raise InvalidRequestError(f"{_name(asked)}: {error}") from None
         with self._lock:
             self._cache[asked] = start
             if len(self._cache) > _MAX_CACHED:
@@ -115,17 +111,17 @@ class Grammars:
             mask[index] = 0
             mask[spelled[0] // 32] = np.uint32(1 << spelled[0] % 32).view(np.int32)
 
-    def _read_vocabulary(self, label: str) -> LLTokenizer:
+    def _read_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
             import llguidance
 
             fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
             if not hasattr(fast, "to_str"):
                 found = "there is none" if self._tokenizer is None else f"this is a {type(self._tokenizer).__name__}"
-                raise InvalidRequestError(f"{label}: structured_outputs needs a fast tokenizer, but {found}")
+                raise InvalidRequestError(f"structured_outputs needs a fast tokenizer, but {found}")
             if not self._eos_token_ids:
                 raise InvalidRequestError(
-                    f"{label}: structured_outputs needs an end-of-sequence token to end with, but the model has none"
+                    "structured_outputs needs an end-of-sequence token to end with, but the model has none"
                 )
             with lock_of(self._tokenizer):
                 text, ids = fast.to_str(), fast.get_vocab(with_added_tokens=True).values()
@@ -134,9 +130,7 @@ class Grammars:
             try:
                 self._vocabulary = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=self._eos_token_ids)
             except Exception as error:  # llguidance does not know this kind of tokenizer
-                raise InvalidRequestError(
-                    f"{label}: structured_outputs cannot be had with this tokenizer: {error}"
-                ) from error
+                raise InvalidRequestError(f"structured_outputs cannot be had with this tokenizer: {error}") from error
             self.num_words = -(-self._vocabulary.vocab_size // 32)
             self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()

@@ -133,9 +133,8 @@ class Held:
     Runs on the engine's thread; on the CPU, logits processors run on the lane's, before their step has landed.
     """
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._num_words = -(-vocab_size // 32)
         self._failed: list[tuple[RequestHandle, CBatchError]] = []
 
     def accept(self, landed: Landed, area: Masks) -> list[tuple[RequestHandle, CBatchError]]:
@@ -174,13 +173,13 @@ class Held:
 
     def _write_masks(self, rows: list[tuple[RequestHandle, HeldRow, LLMatcher, int]], area: Masks) -> int:
         """Write the masks without gaps; a row that fails has none."""
-        masks, num_words = area.masks, self._grammars.num_words
-        if num_words != self._num_words:  # the tokenizer has more tokens than the model
-            masks = np.empty((len(rows), num_words), np.int32)
+        masks, num_words = area.masks, area.masks.shape[1]
+        if num_words != self._grammars.num_words:  # the tokenizer has more tokens than the model
+            masks = np.empty((len(rows), self._grammars.num_words), np.int32)
         self._grammars.fill([(matcher, i) for i, (_, _, matcher, _) in enumerate(rows)], masks)
         count = 0
         for i, (handle, held, matcher, slot) in enumerate(rows):
-            mask = masks[i, : self._num_words]
+            mask = masks[i, :num_words]
             try:
                 if held.is_forced:
                     self._grammars.spell_out(matcher, masks[i])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from cbatch.beam_search import BeamSearch
 from cbatch.beams import BeamHandle, beam_sequence
 from cbatch.detokenizer import TextUntilStop
-from cbatch.errors import named
+from cbatch.errors import InvalidRequestError, named, short
 from cbatch.grammar import Grammars
 from cbatch.held import HeldRow
 from cbatch.limits import Limits
@@ -97,7 +98,7 @@ class Draft:
         handle.sequence = Sequence(
             common.prompt,
             common.max_len,
-            stop_token_ids=self.stop_ids,
+            stop_token_ids=frozenset(self.stop_ids),
             param_values=state.param_values,
             flags=state.flags,
             skip_reading_prefix_cache=of_prompt is not None,  # cached tokens have no logits
@@ -151,19 +152,21 @@ class Intake:
         self, prompt_token_ids: Iterable[int], params: SamplingParams | None, request_id: str | None, **options: Any
     ) -> Draft:
         """``options`` are those of ``Engine.submit``."""
-        prompt = self._limits.prompt(prompt_token_ids, request_id)
-        params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
-        common = self._common(prompt, params, request_id, **options)
-        bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
-        stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
-        banned = self._limits.bans(params, bad_words, stop_ids, request_id)
+        with _naming(request_id):
+            prompt = self._limits.prompt(prompt_token_ids)
+            params = self.default_sampling_params if params is None else self._limits.params(params)
+            common = self._common(prompt, params, **options)
+            bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
+            stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
+            banned = self._limits.bans(params, bad_words, stop_ids)
+            asked = params.structured_outputs
+            matchers = [None if asked is None else self._grammars.matcher(asked) for _ in range(params.n)]
         seed = params.seed
         if seed is None:
             with self._lock:
                 seed = int(self._seeds.integers(2**64, dtype=np.uint64))
         first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
         encoded = [first.with_seed(seed + i) for i in range(params.n)]
-        matchers = [self._matcher(params, request_id) for _ in encoded]
         prompt_ids: list[int] = prompt.tolist()
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
@@ -172,22 +175,17 @@ class Intake:
         self, prompt_token_ids: Iterable[int], params: BeamSearchParams, request_id: str | None, **options: Any
     ) -> BeamDraft:
         """``options`` are those of ``Engine.submit_beam_search``."""
-        prompt = self._limits.prompt(prompt_token_ids, request_id)
-        eos = () if getattr(params, "ignore_eos", False) else self.eos_token_ids
-        params = self._limits.beams(params, len(eos), request_id)
-        common = self._common(prompt, params, request_id, **options)
+        with _naming(request_id):
+            prompt = self._limits.prompt(prompt_token_ids)
+            eos = () if getattr(params, "ignore_eos", False) else self.eos_token_ids
+            params = self._limits.beams(params, len(eos))
+            common = self._common(prompt, params, **options)
         return BeamDraft(self, common, params, BeamSearch(params, common.max_len - len(prompt), eos))
-
-    def _matcher(self, params: SamplingParams, request_id: str | None) -> LLMatcher | None:
-        if params.structured_outputs is None:
-            return None
-        return self._grammars.matcher(params.structured_outputs, named(request_id))
 
     def _common(
         self,
         prompt: NDArray[np.int32],
         params: SamplingParams | BeamSearchParams,
-        request_id: str | None,
         *,
         priority: int,
         cache_salt: str | None,
@@ -196,8 +194,20 @@ class Intake:
         limits = self._limits
         return Common(
             prompt,
-            limits.max_len(len(prompt), params, request_id),
-            limits.priority(priority, request_id),
-            limits.cache_salt(cache_salt, request_id),
-            limits.timeout(timeout_s, request_id),
+            limits.max_len(len(prompt), params),
+            limits.priority(priority),
+            limits.cache_salt(cache_salt),
+            limits.timeout(timeout_s),
         )
+
+
+@contextmanager
+def _naming(request_id: str | None) -> Iterator[None]:
+    """Errors of the block say which request, which may have no id yet."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.args = (f"{named(request_id)}: {error}",)
+        raise

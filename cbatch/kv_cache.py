@@ -50,7 +50,6 @@ class KVCache:
             raise ConfigError(
                 f"num_blocks is {num_blocks}, but a KV pool of {num_bytes / 2**30:.1f} GiB does not fit: {error}"
             ) from error
-        self.num_blocks = num_blocks
         self._backend = backend
         self._layers: dict[int, tuple[int, Tensor, Tensor]] = {}
         for index, group in enumerate(groups):

@@ -11,7 +11,7 @@ from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
 from cbatch.outputs import RequestOutput
 from cbatch.progress import stderr_is_terminal, watch
-from cbatch.prompts import PromptLike, encode_prompt, render_chat
+from cbatch.prompts import PromptLike, encode_chat
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_Request = tuple[list[int], Any, dict[str, Any]]  # a prompt, its parameters, and what ``submit`` takes by name
+_Encoded = tuple[str | None, list[int]]  # a prompt's text, if it has one, and its token ids
 _BAR_AFTER_S = 1.0  # shorter work shows no progress bar
 
 
@@ -77,8 +77,9 @@ class LLM:
         params = _one_each(sampling_params, len(taken))
         tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer, limit)))
-        requests = _requests(encoded, params, priority, [prompt.cache_salt for prompt in taken], timeout_s)
-        return self._run("prompt", encoded, requests, self.engine.submit, use_tqdm)
+        salts = [prompt.cache_salt for prompt in taken]
+        requests = _requests(self.engine.submit, encoded, params, priority, salts, timeout_s)
+        return self._run("prompt", encoded, requests, use_tqdm)
 
     def beam_search(
         self,
@@ -103,8 +104,9 @@ class LLM:
         tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
         encoded = _each("prompt", taken, lambda prompt: (prompt.text, prompt.encode(tokenizer, limit)))
         salts = [prompt.cache_salt for prompt in taken]
-        requests = _requests(encoded, [params] * len(taken), priority, salts, timeout_s)
-        return self._run("prompt", encoded, requests, self.engine.submit_beam_search, False)
+        submit = self.engine.submit_beam_search
+        requests = _requests(submit, encoded, [params] * len(taken), priority, salts, timeout_s)
+        return self._run("prompt", encoded, requests, False)
 
     def chat(
         self,
@@ -144,25 +146,20 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = _one_each(sampling_params, len(conversations))
         tokenizer, limit = self.engine.tokenizer, self.engine.config.max_model_len
-
-        write = partial(
-            render_chat,
+        encode = partial(
+            encode_chat,
             tokenizer,
+            max_model_len=limit,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-
-        def encode(conversation: Any) -> tuple[str | None, list[int]]:
-            text = write(conversation)
-            # The template wrote the special tokens; the tokenizer would add a second <s>.
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=limit)
-
         encoded = _each("conversation", conversations, encode)
-        requests = _requests(encoded, params, priority, [cache_salt] * len(encoded), timeout_s)
-        return self._run("conversation", encoded, requests, self.engine.submit, use_tqdm)
+        salts = [cache_salt] * len(encoded)
+        requests = _requests(self.engine.submit, encoded, params, priority, salts, timeout_s)
+        return self._run("conversation", encoded, requests, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, as when weights have changed; see ``Engine.reset_prefix_cache``."""
@@ -184,16 +181,11 @@ class LLM:
         self.close()
 
     def _run(
-        self,
-        kind: str,
-        encoded: list[tuple[str | None, list[int]]],
-        requests: Sequence[_Request],
-        submit: Callable[..., RequestHandle],
-        use_tqdm: bool | None,
+        self, kind: str, encoded: Sequence[_Encoded], requests: list[Callable[[], RequestHandle]], use_tqdm: bool | None
     ) -> list[RequestOutput]:
         handles: list[RequestHandle] = []
         try:
-            _each(kind, requests, lambda each: handles.append(submit(*each[:2], **each[2])))
+            _each(kind, requests, lambda submit: handles.append(submit()))
             if use_tqdm or (use_tqdm is None and stderr_is_terminal()):
                 answers = [child for handle in handles for child in handle.children]
                 watch(answers, after_s=0.0 if use_tqdm else _BAR_AFTER_S)
@@ -221,18 +213,19 @@ def _each(kind: str, items: Sequence[_Item], function: Callable[[_Item], _Result
 
 
 def _requests(
-    encoded: list[tuple[str | None, list[int]]],
+    submit: Callable[..., RequestHandle],
+    encoded: Sequence[_Encoded],
     params: Sequence[SamplingParams | BeamSearchParams | None],
     priority: int | Sequence[int],
     salts: list[Any],
     timeout_s: float | None,
-) -> list[_Request]:
-    """The arguments of ``Engine.submit`` for each prompt."""
+) -> list[Callable[[], RequestHandle]]:
+    """For each prompt the call that submits it."""
     each = list(priority) if isinstance(priority, Sequence) else [priority] * len(salts)
     if len(each) != len(salts):
         raise InvalidRequestError(f"{len(salts)} prompts, but {len(each)} priorities: one each is needed")
     return [
-        (ids, one, {"priority": rank, "cache_salt": salt, "timeout_s": timeout_s})
+        partial(submit, ids, one, priority=rank, cache_salt=salt, timeout_s=timeout_s)
         for (_, ids), one, rank, salt in zip(encoded, params, each, salts, strict=True)
     ]
 

@@ -34,6 +34,11 @@ class CpuMarks:
         return (start, copied), (copied, computed), (computed, end)
 
 
+def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events that time what runs between them."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
 class CudaMarks:
     """Timing events on the three streams.
 
@@ -44,9 +49,7 @@ class CudaMarks:
     def __init__(self, clock: CudaClock) -> None:
         self._clock = clock
         self.uncertainty_s = clock.uncertainty_s
-        self.h2d, self.compute, self.d2h = (
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(3)
-        )
+        self.h2d, self.compute, self.d2h = (event_pair() for _ in range(3))
 
     def intervals(self) -> tuple[Interval, Interval, Interval]:
         at = self._clock.host_time

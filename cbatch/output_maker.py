@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.detokenizer import Detokenizer, make_detokenizer
+from cbatch.detokenizer import Detokenizer
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.sampling_params import RequestOutputKind, SamplingParams
 from cbatch.tokenizer import decode, texts_of
@@ -67,7 +67,7 @@ class OutputMaker:
         self._prompt_logprobs_shown = False
         self._detokenizers: list[Detokenizer | None] = [None] * params.n
         if tokenizer is not None and params.detokenize and not params.stop:
-            self._detokenizers = [make_detokenizer(tokenizer, prompt_token_ids, params) for _ in range(params.n)]
+            self._detokenizers = [Detokenizer(tokenizer, prompt_token_ids, params) for _ in range(params.n)]
         logprobs = None if params.logprobs is None else 0.0
         self._answers = [
             CompletionOutput(i, "", [], None, None, logprobs, None if logprobs is None else []) for i in range(params.n)

@@ -62,7 +62,6 @@ def _bar(stack: ExitStack, label: str, total: int) -> Callable[[int, int, float]
             TextColumn("{task.fields[speed]}"),
             TimeElapsedColumn(),
             console=Console(stderr=True),
-            transient=False,
         )
     )
     task = progress.add_task(label, total=total, speed="")

@@ -160,15 +160,7 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Text of a conversation as the model's chat template writes it, special tokens included.
-
-    Args:
-        messages: ``{"role": ..., "content": ...}``, oldest first.
-        chat_template: a Jinja template instead of the tokenizer's own.
-        add_generation_prompt: end with the opening of the assistant's turn.
-        continue_final_message: end inside the last message instead, which the answer then continues.
-        tools: JSON schemas, or Python functions of which transformers makes schemas.
-        chat_template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
+    """Text of a conversation as the chat template writes it, special tokens included. Arguments: see ``LLM.chat``.
 
     Raises:
         InvalidRequestError: there is no tokenizer or template, the messages have another form, or the template refuses
@@ -219,6 +211,18 @@ def render_chat(
                 "Python: it takes text"
             )
     return text
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    max_model_len: int | None = None,
+    **options: Any,
+) -> tuple[str, list[int]]:
+    """``render_chat`` with its ``options``, and the token ids of that text. Raises as both."""
+    text = render_chat(tokenizer, messages, **options)
+    # The template wrote the special tokens; the tokenizer would add a second <s>.
+    return text, encode_prompt(tokenizer, text, add_special_tokens=False, max_model_len=max_model_len)
 
 
 def _check_names(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from cbatch.detokenizer import TextUntilStop, make_detokenizer
+from cbatch.detokenizer import Detokenizer, TextUntilStop
 from cbatch.errors import CBatchError, described
 from cbatch.output_maker import TokenLogprobs, cumulative_logprob, make_logprobs
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -191,7 +191,7 @@ class RequestHandle:
             text = "" if self._text is None else self._shown(self._text).text
         output = CompletionOutput(self.index, text, token_ids, self._finish_reason, self._stop_reason)
         if self._text is None and self._tokenizer is not None and self.params.detokenize:
-            detokenizer = make_detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
+            detokenizer = Detokenizer(self._tokenizer, self.prompt_token_ids, self.params)
             output.text = detokenizer.push(token_ids, self._finish_reason)
         if self.params.logprobs is not None:
             output.logprobs = self._readable(self._logprobs)

@@ -271,10 +271,9 @@ class SamplingParams:
             InvalidRequestError: it asks for something unsupported (beams, n-gram bans ...) or contradicts itself. Pass
                 a ``SamplingParams`` instead.
         """
-        config = generation_config
 
         def given(name: str) -> Any:
-            return getattr(config, name, None)
+            return getattr(generation_config, name, None)
 
         for name, neutral in ({"num_beams": 1} | NEUTRAL | NEUTRAL_SAMPLING).items():
             if given(name) not in (None, neutral, []):
@@ -282,19 +281,9 @@ class SamplingParams:
                     f"the model's generation_config asks for {name}={given(name)!r}, which is not supported: "
                     "pass SamplingParams to say how to sample"
                 )
-        fields: dict[str, Any] = {
-            ours: given(theirs)
-            for ours, theirs in (
-                ("temperature", "temperature"),
-                ("top_k", "top_k"),
-                ("top_p", "top_p"),
-                ("min_p", "min_p"),
-                ("repetition_penalty", "repetition_penalty"),
-                ("max_tokens", "max_new_tokens"),
-                ("min_tokens", "min_new_tokens"),
-            )
-            if given(theirs) is not None
-        }
+        # What is called max_tokens here is called max_new_tokens there.
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens")
+        fields = {name.replace("new_", ""): value for name in names if (value := given(name)) is not None}
         if given("do_sample") is False:
             fields |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         try:

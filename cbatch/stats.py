@@ -11,7 +11,7 @@ class StepClock:
     """Figures of the landed steps since ``reset``. ``record`` writes a row; ``summary`` computes, and allocates."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros((_WINDOW, 3))  # step ms, host µs, gap ms
+        self._rows = np.zeros((_WINDOW, 2))  # step ms, host µs
         self.reset()
 
     def reset(self) -> None:
@@ -21,7 +21,7 @@ class StepClock:
 
     def record(self, step_ms: float, gap_ms: float, host_us: float) -> None:
         """One step: its time on the device, the idle time before it while work was there, and the host's own time."""
-        self._rows[self.num_steps % _WINDOW] = (step_ms, host_us, gap_ms)
+        self._rows[self.num_steps % _WINDOW] = (step_ms, host_us)
         self.num_steps += 1
         self._busy_ms += step_ms
         self._gap_ms += gap_ms
@@ -34,10 +34,8 @@ class StepClock:
 
     def summary(self) -> dict[str, float]:
         """Percentiles over the last 4,096 steps: of milliseconds on the device, and microseconds of the host."""
-        rows = self._rows[: min(self.num_steps, _WINDOW)]
-        if not len(rows):
-            rows = np.zeros((1, 3))
-        p50, p99, p999 = np.percentile(rows[:, :2], (50, 99, 99.9), axis=0).tolist()
+        rows = self._rows[: min(self.num_steps, _WINDOW)] if self.num_steps else np.zeros((1, 2))
+        p50, p99, p999 = np.percentile(rows, (50, 99, 99.9), axis=0).tolist()
         return {
             "ms_per_step_p50": p50[0],
             "ms_per_step_p99": p99[0],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cbatch.buffers import IOBuffer
-from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks
+from cbatch.marks import CpuMarks, CudaClock, CudaMarks, Marks, event_pair
 
 THREAD_PREFIX = "cbatch-"  # of the names of an engine's threads
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}  # given back, and free to take
@@ -200,19 +200,14 @@ class CudaLane:
             io.lane_state = _CudaStep(torch.cuda.Event(), torch.cuda.Event())
         # Two pairs more than steps in flight: a landed step is timed against the end of the step before it, which a
         # later launch must not have recorded again.
-        self._pairs = itertools.cycle(
-            [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                for _ in range(len(buffers) + 2)
-            ]
-        )
+        self._pairs = itertools.cycle([event_pair() for _ in range(len(buffers) + 2)])
         self._last_end: torch.cuda.Event | None = None
 
     def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
         step: _CudaStep = io.lane_state
         step.marks, step.held = marks, held
         if held and step.pause is None:
-            step.pause = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            step.pause = event_pair()
         start, end = next(self._pairs) if marks is None else marks.compute
         step.start, step.end, step.previous_end, self._last_end = start, end, self._last_end, end
         with torch.inference_mode(), torch.cuda.device(self.device):

@@ -172,9 +172,7 @@ class _Band:
     """Rows of similar length, softmaxed as one rectangle [n, num_heads, chunks * chunk]."""
 
     rows: Tensor  # [n] rows of the step
-    from_scores: (
-        Tensor  # [n * num_heads * chunks] lines of the scores, chunk tokens each; the -inf chunk beyond a row's end
-    )
+    from_scores: Tensor  # [n * num_heads * chunks] lines of the scores, a chunk each; the -inf one beyond a row's end
     to_bags: Tensor  # [num_lines] lines of the rectangle that exist, by row, head, chunk
     tokens: Tensor  # [num_lines * chunk] line of the value table for each weight
     offsets: Tensor  # [n * num_heads] where a row and head's weights start

@@ -26,8 +26,7 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}, but the dummy block and one more are needed")
+        assert num_blocks >= 2, "the dummy block and one more are needed"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.ref_counts = np.zeros(num_blocks, np.int32)

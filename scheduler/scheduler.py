@@ -71,12 +71,7 @@ class Scheduler:
         num_host_blocks: blocks of host memory that preempted sequences may be swapped out to.
         max_prompt_logits: most prompt tokens in one step whose logits are wanted (``wants_prompt_logits``).
         """
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
-        if policy not in POLICIES:
-            raise ValueError(f"policy is {policy!r}, but must be one of {', '.join(POLICIES)}")
-        if policy == "longest_prefix" and not prefix_caching:
-            raise ValueError('policy "longest_prefix" needs prefix_caching')
+        assert max_num_seqs <= max_num_batched_tokens and (prefix_caching or policy != "longest_prefix")
         windows = tuple(window if window < max_model_len else 0 for window in windows) or (0,) * num_groups
         if len(windows) != num_groups or min(windows) < 0:
             raise ValueError(
@@ -401,11 +396,7 @@ class Scheduler:
     # ---- which sequences start
 
     def _admit(
-        self,
-        budget: int,
-        chunks: list[tuple[Sequence, int]],
-        admitted: list[Sequence],
-        before: Sequence | None = None,
+        self, budget: int, chunks: list[tuple[Sequence, int]], admitted: list[Sequence], before: Sequence | None = None
     ) -> int:
         """Start waiting sequences in the policy's order: all, or those that rank before a running prefill.
 

@@ -29,9 +29,7 @@ class SlotTables:
         self.num_tokens = np.zeros(rows, np.int32)  # known tokens and those in flight
         self.num_landed = np.zeros(rows, np.int32)  # tokens whose value the host knows
         self.max_len = np.zeros(rows, np.int32)
-        self.publish_at = np.full(
-            rows, NEVER, np.int32
-        )  # once this many tokens have landed, one more block is complete
+        self.publish_at = np.full(rows, NEVER, np.int32)  # tokens landed that complete one more block
         self.flags = np.zeros(rows, np.uint8)
         self.stop_ids = np.full((MAX_STOP_COLUMNS, rows), -1, np.int32)
         self.num_stop_columns = 0  # in use by some running sequence

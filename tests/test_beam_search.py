@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,14 @@ def likely_eos(model: nn.Module, factor: float = 2.5) -> nn.Module:
 def generated(
     model: nn.Module, prompt: list[int], params: BeamSearchParams, eos: tuple[int, ...] = (EOS,)
 ) -> list[tuple[list[int], float]]:
-    """Tokens and scores of transformers' beams."""
+    """Tokens and scores of transformers' beams, computed once: every schedule is compared with them."""
+    return _generated(model, tuple(prompt), params, eos)
+
+
+@cache
+def _generated(
+    model: nn.Module, prompt: tuple[int, ...], params: BeamSearchParams, eos: tuple[int, ...]
+) -> list[tuple[list[int], float]]:
     where = next(model.parameters()).device
     out = model.generate(  # type: ignore[operator]
         torch.tensor([prompt], device=where),

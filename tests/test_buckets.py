@@ -73,7 +73,7 @@ def test_the_mixed_steps_of_a_real_traffic_compute_few_tokens_in_vain() -> None:
         max_model_len=3072,
     )  # fmt: skip
     for prompt_len, output_len in read_lengths(None):
-        sequence = Sequence(np.ones(prompt_len, np.int32), prompt_len + output_len, stop_token_ids=())
+        sequence = Sequence(np.ones(prompt_len, np.int32), prompt_len + output_len)
         sequence.param_values = np.zeros(5, np.int32)
         scheduler.add(sequence)
     host_batch, buckets = host_batches(scheduler), Buckets(8192, 256)

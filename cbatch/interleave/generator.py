@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -39,7 +40,6 @@ from cbatch.tokenizer import check_tokenizer
 
 _log = logging.getLogger(__name__)
 _PAGE = 64  # positions: compiled and captured steps are rounded up to a multiple, so that more prompts fit
-_warned: set[str] = set()  # warnings that this process has logged
 
 
 class InterleavedGenerator:
@@ -211,13 +211,7 @@ class InterleavedGenerator:
         return decoded[0] if isinstance(texts, str) else decoded
 
     def _run(
-        self,
-        prompt: Tensor,
-        mask: Tensor,
-        choice: Choice,
-        limit: int,
-        generator: torch.Generator | None,
-        streamer: Any,
+        self, prompt: Tensor, mask: Tensor, choice: Choice, limit: int, generator: torch.Generator | None, streamer: Any
     ) -> Tensor:
         if streamer is not None:
             streamer.put(prompt.cpu())
@@ -353,7 +347,6 @@ def _weights(model: PreTrainedModel) -> tuple[Any, ...]:
     return tuple((weight.data_ptr(), weight.dtype) for weight in itertools.chain(model.parameters(), model.buffers()))
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)
+    _log.warning(message)

@@ -38,53 +38,37 @@ class Choice:
     pad_token_id: int | None  # None: no end of sequence, so nothing is padded
 
 
-def resolve(
-    generation_config: Any,
-    vocab_size: int,
-    *,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_beams: int | None = None,
-    length_penalty: float | None = None,
-    early_stopping: bool | str | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-) -> Choice:
-    """The choice of a call's arguments; None: from the model's ``generation_config``.
+def resolve(generation_config: Any, vocab_size: int, **given: Any) -> Choice:
+    """The choice of a call's options, ``given`` as to ``generate``; None: from the model's ``generation_config``.
 
     Raises InvalidRequestError with the value and the limit.
     """
 
-    def setting(name: str, value: Any, default: Any) -> tuple[str, Any]:
-        """The argument's name for an error, with its origin, and its value."""
+    def setting(name: str, default: Any) -> tuple[str, Any]:
+        """The option's name for an error, with its origin, and its value."""
+        value = given.get(name)
         if value is None and (value := getattr(generation_config, name, None)) is not None:
             return f"{name} of the model's generation_config", value
         return name, default if value is None else value
 
-    num_beams = in_range(whole, 1)(*setting("num_beams", num_beams, 1))
+    num_beams = in_range(whole, 1)(*setting("num_beams", 1))
 
-    asked = {
-        name: value
-        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
-        if value is not None
-    }
+    asked = {name: given[name] for name in ("temperature", "top_k", "top_p") if given.get(name) is not None}
+    do_sample = given.get("do_sample")
     if do_sample is None:
-        do_sample = bool(asked) or bool(setting("do_sample", None, False)[1])
+        do_sample = bool(asked) or bool(setting("do_sample", False)[1])
     elif not isinstance(do_sample, bool):
         raise InvalidRequestError(f"do_sample is {do_sample!r}, but must be True, False or None")
     if asked and not do_sample:
         wish = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise InvalidRequestError(f"{wish} with do_sample=False: without sampling it would change nothing")
+    temperature, top_k, top_p = 1.0, 0, 1.0
     if do_sample:
-        name, value = setting("temperature", temperature, 1.0)
+        name, value = setting("temperature", 1.0)
         if (temperature := real(name, value)) <= _MIN_TEMPERATURE:
             raise InvalidRequestError(f"{name}={value!r} must be above {_MIN_TEMPERATURE:g}; do_sample=False is greedy")
-        top_k = in_range(whole, 0)(*setting("top_k", top_k, _TOP_K))
-        top_p = check_top_p(*setting("top_p", top_p, 1.0))
-    else:
-        temperature, top_k, top_p = 1.0, 0, 1.0
+        top_k = in_range(whole, 0)(*setting("top_k", _TOP_K))
+        top_p = check_top_p(*setting("top_p", 1.0))
     for name, neutral in (_NEUTRAL | _NEUTRAL_SAMPLING if do_sample else _NEUTRAL).items():
         value = getattr(generation_config, name, None)
         if value not in (None, neutral, []):
@@ -93,29 +77,21 @@ def resolve(
                 f"{neutral!r} in model.generation_config"
             )
 
-    length_penalty = real(*setting("length_penalty", length_penalty, 1.0))
-    name, early_stopping = setting("early_stopping", early_stopping, False)
+    length_penalty = real(*setting("length_penalty", 1.0))
+    name, early_stopping = setting("early_stopping", False)
     if not (isinstance(early_stopping, bool) or early_stopping == "never"):
         raise InvalidRequestError(f"{name} is {early_stopping!r}, but must be True, False or 'never'")
 
-    name, eos = setting("eos_token_id", eos_token_id, ())
+    name, eos = setting("eos_token_id", ())
     eos = eos if isinstance(eos, Sequence) and not isinstance(eos, (str, bytes)) else [eos]
     in_vocabulary = in_range(whole, 0, vocab_size - 1)
     eos_ids = tuple(dict.fromkeys(in_vocabulary(name, token) for token in eos))
-    name, pad = setting("pad_token_id", pad_token_id, eos_ids[0] if eos_ids else None)
+    name, pad = setting("pad_token_id", eos_ids[0] if eos_ids else None)
     pad_token_id = None if pad is None else in_vocabulary(name, pad)
     if num_beams > 1 and vocab_size < max(2, 1 + len(eos_ids)):
         raise InvalidRequestError(f"num_beams={num_beams} with {len(eos_ids)} stop tokens of {vocab_size} tokens")
     return Choice(
-        do_sample,
-        temperature,
-        top_k,
-        top_p,
-        num_beams,
-        length_penalty,
-        early_stopping,
-        eos_ids,
-        pad_token_id,
+        do_sample, temperature, top_k, top_p, num_beams, length_penalty, early_stopping, eos_ids, pad_token_id
     )
 
 

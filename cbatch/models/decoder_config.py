@@ -173,11 +173,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {**_ALL_OR_NONE, "rope_interleaved": True},
     "exaone4": {"names": Names(**_POST, **_AFTER_MLP), "qk_norm": "head", "ropes": "where windows slide"},
     "gemma": {"norm_offset": 1.0, "embed_scale": "root of the hidden size"},
-    "gemma2": {
-        "names": Names(**_SANDWICH, **_AFTER_MLP),
-        "norm_offset": 1.0,
-        "embed_scale": "root of the hidden size",
-    },
+    "gemma2": {"names": Names(**_SANDWICH, **_AFTER_MLP), "norm_offset": 1.0, "embed_scale": "root of the hidden size"},
     "gemma3_text": {
         "names": Names(**_SANDWICH, **_AFTER_MLP),
         "norm_offset": 1.0,
@@ -274,21 +270,21 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     num_layers, num_heads, head_dim = config.num_hidden_layers, config.num_attention_heads, sizes["head_dim"]
     act = next(options[name] for name in ("hidden_act", "hidden_activation", "activation_function") if name in options)
     if act not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"{kind}: the decoder does not cover the activation {act!r}")
+        raise not_covered(config, f"the activation {act!r}")
     windows = _windows(config, num_layers, options)
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"):
         if options.get(name) == 0.0:  # it would mean none to us; transformers divides by it
-            raise UnsupportedModelError(f"{kind}: the decoder does not cover {name}={options[name]}")
+            raise not_covered(config, f"{name}={options[name]}")
     attn_softcap = options.get("attn_logit_softcapping") or 0.0
     if attn_softcap and kind == "gemma3_text":  # transformers has the option, but ignores it
-        raise UnsupportedModelError(f"{kind}: the decoder does not cover attn_logit_softcapping={attn_softcap}")
+        raise not_covered(config, f"attn_logit_softcapping={attn_softcap}")
     embed_scale = options.get("embedding_multiplier", 1.0)
     if facts.pop("embed_scale", None):
         embed_scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()  # Gemma's is rounded
     attn_scale = head_dim**-0.5
     if "query_pre_attn_scalar" in options:
         if (scalar := options["query_pre_attn_scalar"]) <= 0:
-            raise UnsupportedModelError(f"{kind}: the decoder does not cover query_pre_attn_scalar={scalar}")
+            raise not_covered(config, f"query_pre_attn_scalar={scalar}")
         attn_scale = scalar**-0.5
     return DecoderConfig(
         **{"names": Names(), **facts, "ropes": _ropes(config, num_layers, options, windows, facts.get("ropes"))},
@@ -314,6 +310,10 @@ def decoder_config(config: Any, dtype: torch.dtype) -> DecoderConfig:
     )
 
 
+def not_covered(config: Any, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{config.model_type}: the decoder does not cover {what}")
+
+
 def _known_options(config: Any) -> dict[str, Any]:
     """The values of the options that the config's class knows; transformers reads no others either."""
     base, default = vars(PreTrainedConfig()), vars(type(config)())
@@ -322,11 +322,11 @@ def _known_options(config: Any) -> dict[str, Any]:
     }
     for name, value in options.items():
         if name not in _READ | _SHOWS_ELSEWHERE | _CHANGES_NO_LOGIT and value != default[name]:
-            raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={value!r}")
+            raise not_covered(config, f"{name}={value!r}")
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover quantised weights")
+        raise not_covered(config, "quantised weights")
     if not getattr(config, "is_causal", True):  # no class declares it, but transformers' masks heed it
-        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover is_causal={config.is_causal!r}")
+        raise not_covered(config, f"is_causal={config.is_causal!r}")
     return options
 
 
@@ -344,11 +344,9 @@ def _sizes(config: Any, options: dict[str, Any]) -> dict[str, int]:
         sizes[name] = derived if given is None else given
     for name, size in sizes.items():
         if size < 1:
-            raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover {name}={size}")
+            raise not_covered(config, f"{name}={size}")
     if num_heads % (num_kv_heads := sizes["num_key_value_heads"]):
-        raise UnsupportedModelError(
-            f"{config.model_type}: the decoder does not cover num_key_value_heads={num_kv_heads} of {num_heads} heads"
-        )
+        raise not_covered(config, f"num_key_value_heads={num_kv_heads} of {num_heads} heads")
     return sizes
 
 
@@ -358,13 +356,11 @@ def _windows(config: Any, num_layers: int, options: dict[str, Any]) -> tuple[int
     types = named or ["sliding_attention"] * num_layers
     other = set(types) - {"sliding_attention", "full_attention"}
     if other:
-        raise UnsupportedModelError(f"{config.model_type}: the decoder does not cover layers of type {other.pop()!r}")
+        raise not_covered(config, f"layers of type {other.pop()!r}")
     # transformers' masks have the window even with use_sliding_window=False, and without a window they fail.
     if (named or window is not None) and "sliding_attention" in types and not (window and window > 0 and used):
-        raise UnsupportedModelError(
-            f"{config.model_type}: the decoder does not cover sliding layers of sliding_window={window!r}"
-            + ("" if used else " with use_sliding_window=False")
-        )
+        but = "" if used else " with use_sliding_window=False"
+        raise not_covered(config, f"sliding layers of sliding_window={window!r}{but}")
     return tuple((window or 0) if kind == "sliding_attention" else 0 for kind in types)
 
 
@@ -378,9 +374,7 @@ def _ropes(
         return tuple("" if window else None for window in windows)
     if (turned := options.get("no_rope_layers")) is not None:
         if len(turned) < num_layers:
-            raise UnsupportedModelError(
-                f"{config.model_type}: the decoder does not cover no_rope_layers={turned} of {num_layers} layers"
-            )
+            raise not_covered(config, f"no_rope_layers={turned} of {num_layers} layers")
         return tuple("" if turns else None for turns in turned[:num_layers])
     types = options.get("layer_types") or ()
     return ("",) * num_layers if config.rope_parameters.keys().isdisjoint(types) else tuple(types)

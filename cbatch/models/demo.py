@@ -29,33 +29,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT = "v1"  # part of the cache path: raise it when the conversion changes
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
-NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB_SIZE, MAX_LEN = 30, 576, 9, 3, 49152, 8192
+SHAPE = Path(__file__).resolve().parent.parent / "configs" / "smollm2-shape.json"
 BOS, EOS, PAD, UNK = 1, 2, 2, 0  # <|im_start|>, <|im_end|>, <|im_end|>, <|endoftext|>
 NUM_SPECIAL_TOKENS = 17  # ids 0 to 16 are control tokens; everything after is byte-level BPE
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": NUM_LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 1536,
-    "num_attention_heads": NUM_HEADS,
-    "num_key_value_heads": NUM_KV_HEADS,
-    "head_dim": 64,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": MAX_LEN,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-    # Q4_1 is scale * (0..15) + offset with two float16: exact in float32, but not in 16 bits.
-    "dtype": "float32",
-}
 GENERATION_CONFIG = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 
 # llama.cpp's name of a weight within a layer -> transformers' name
@@ -158,15 +135,18 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
     reader = gguf.GGUFReader(gguf_file)
     weights = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    # Q4_1 is scale * (0..15) + offset with two float16: exact in float32, but not in 16 bits.
+    config = json.loads(SHAPE.read_bytes()) | {"pad_token_id": PAD, "dtype": "float32"}
     named = {
         "model.embed_tokens.weight": weights["token_embd.weight"],
         "model.norm.weight": weights["output_norm.weight"],
     }
-    for layer in range(NUM_LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         for theirs, ours in LAYER_WEIGHTS.items():
             weight = weights[f"blk.{layer}.{theirs}.weight"]
             if theirs in ("attn_q", "attn_k"):
-                weight = _unpermute_rotary(weight, NUM_HEADS if theirs == "attn_q" else NUM_KV_HEADS)
+                heads = "num_attention_heads" if theirs == "attn_q" else "num_key_value_heads"
+                weight = _unpermute_rotary(weight, config[heads])
             named[f"model.layers.{layer}.{ours}.weight"] = weight
 
     def metadata(key: str) -> Any:
@@ -179,10 +159,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},  # transformers refuses a file without it
     )
-    _write_json(folder / "config.json", CONFIG)
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", GENERATION_CONFIG)
     _write_json(folder / "tokenizer.json", _tokenizer(tokens, merges))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(tokens, metadata("tokenizer.chat_template")))
+    _write_json(
+        folder / "tokenizer_config.json",
+        _tokenizer_config(tokens, metadata("tokenizer.chat_template"), config["max_position_embeddings"]),
+    )
 
 
 def _unpermute_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -222,7 +205,7 @@ def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, Any]:
     }
 
 
-def _tokenizer_config(tokens: list[str], chat_template: str) -> dict[str, Any]:
+def _tokenizer_config(tokens: list[str], chat_template: str, max_len: int) -> dict[str, Any]:
     return {
         # Not GPT2Tokenizer: transformers 5 rebuilds that from vocabulary and merges and drops the per-digit split.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -230,7 +213,7 @@ def _tokenizer_config(tokens: list[str], chat_template: str) -> dict[str, Any]:
         "eos_token": tokens[EOS],
         "pad_token": tokens[PAD],
         "unk_token": tokens[UNK],
-        "model_max_length": MAX_LEN,
+        "model_max_length": max_len,
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template,
     }

@@ -7,9 +7,9 @@ around the forward, for the calling thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -17,25 +17,8 @@ from transformers import AttentionInterface
 IMPLEMENTATION = "cbatch"
 """Our name among transformers' attention implementations. It has no mask function, so transformers builds no mask."""
 
-
-class Answer(Protocol):
-    """The function behind the attention calls of a forward. Shapes as in ``Attend``."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        mask: Any,
-        extras: dict[str, Any],
-    ) -> Tensor: ...
-
+Answer = Callable[..., Tensor]
+"""The function behind the attention calls of a forward, called as in ``_hand_over``. Shapes as in ``Attend``."""
 
 _calling_thread = threading.local()
 

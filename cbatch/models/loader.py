@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from cbatch.config import find_device, parse_dtype
-from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError
+from cbatch.errors import CBatchError, ConfigError, ModelNotFoundError, UnsupportedModelError, described
 from cbatch.models.base import Model
 from cbatch.models.checkpoint import COMPUTED, Checkpoint, find_files, refuse_scaled
 from cbatch.models.config_facts import model_facts
@@ -106,10 +106,13 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
     name = str(name_or_path)
     if name in shape_names():
         return None
+    import transformers
+
     path = _find_weights(name)
     local_only = _only_local(path)
     try:
-        tokenizers = _tokenizer_class(path, local_only)
+        named = _named_tokenizer(path, local_only)
+        tokenizers = getattr(transformers, named) if named else transformers.AutoTokenizer
         tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
     except Exception as error:  # of any type: for a broken file, tokenizers raises a bare Exception
         raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
@@ -253,13 +256,6 @@ _ANY_TOKENIZER = ("PreTrainedTokenizer", "TokenizersBackend")
 _SPECIAL_RULES = {"mistral", "ministral", "qwen2"}  # AutoTokenizer may choose another class than the one named
 
 
-def _tokenizer_class(path: str, local_only: bool) -> Any:
-    import transformers
-
-    named = _named_tokenizer(path, local_only)
-    return getattr(transformers, named) if named else transformers.AutoTokenizer
-
-
 def _named_tokenizer(path: str, local_only: bool) -> str | None:
     """The tokenizer's class, if the files determine it; None: AutoTokenizer decides."""
     files = find_files(path, ["config.json", "tokenizer_config.json", "tokenizer.json"], local_only)
@@ -373,7 +369,7 @@ def _not_causal(path: str, error: Exception) -> UnsupportedModelError:
 
 def _words(error: Exception) -> str:
     """An error's message, with its type unless transformers raised it on purpose."""
-    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (OSError, ValueError)) else described(error)
 
 
 def _tried(path: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cbatch.errors import UnsupportedModelError
+from cbatch.errors import UnsupportedModelError, described
 from cbatch.models import config_facts
 from cbatch.models.comparison import DenseAttend, LayerCall, Rows, Rule, logits_in_two_steps, random_tokens
 from cbatch.models.hand_over import IMPLEMENTATION, answering
@@ -127,8 +127,7 @@ def _logits(module: nn.Module, **inputs: Tensor) -> Tensor:
         raise
     except Exception as error:  # of any type: families fail in many ways
         raise UnsupportedModelError(
-            f"{_kind(module)}: a forward over packed tokens failed{_own_attention(module)}: "
-            f"{type(error).__name__}: {error}"
+            f"{_kind(module)}: a forward over packed tokens failed{_own_attention(module)}: {described(error)}"
         ) from error
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() != 3:

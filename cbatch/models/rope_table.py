@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cbatch.errors import UnsupportedModelError
-from cbatch.models.decoder_config import DecoderConfig
+from cbatch.models.decoder_config import DecoderConfig, not_covered
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def _frequencies(hf_config: Any, config: DecoderConfig, kind: str) -> tuple[Tens
     rope = hf_config.rope_parameters[kind] if kind else hf_config.rope_parameters
     if (scaling := rope["rope_type"]) != "default":
         if scaling not in ROPE_INIT_FUNCTIONS:
-            raise UnsupportedModelError(f"{hf_config.model_type}: the decoder does not cover rope_type={scaling!r}")
+            raise not_covered(hf_config, f"rope_type={scaling!r}")
         layer_type = {"layer_type": kind} if kind else {}
         return ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **layer_type)
     part = rope.get("partial_rotary_factor", 1.0) if config.rope_partial else 1.0

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cbatch.detokenizer import Detokenizer
+from cbatch.sampling_params import SamplingParams
 from tests.api.tiny import (
     MAKERS,
     byte_level,
@@ -35,7 +36,7 @@ def plain(tokenizer, ids):
 
 def stream(tokenizer, prompt, ids, sizes=lambda: 1, finish="length"):
     """Deltas of `ids` pushed in chunks."""
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams())
     deltas, at = [], 0
     while True:
         size = sizes()
@@ -44,7 +45,6 @@ def stream(tokenizer, prompt, ids, sizes=lambda: 1, finish="length"):
         last = at >= len(ids)
         deltas.append(detokenizer.push(chunk, finish if last else None))
         if last:
-            assert detokenizer.text == "".join(deltas)
             return deltas
 
 
@@ -98,7 +98,7 @@ def test_special_token_in_the_middle_does_not_eat_the_next_space():
 def test_special_tokens_are_text_when_asked():
     tokenizer = byte_level()
     ids = [*tokenizer.encode("hello"), tokenizer.eos_token_id, *tokenizer.encode(" world")]
-    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(skip_special_tokens=False))
     assert "".join(detokenizer.push([token]) for token in ids) == "hello<|end|> world"
 
 
@@ -210,7 +210,7 @@ def test_cost_does_not_grow_with_the_text(tokenizer):
             return tokenizer.decode(ids, **kwargs)
 
     ids = tokenizer.encode(WORDS * 20, add_special_tokens=False)
-    detokenizer = Detokenizer(Counting(), [])
+    detokenizer = Detokenizer(Counting(), [], SamplingParams())
     for token in ids:
         detokenizer.push([token])
     assert Counting.decoded / len(ids) < 30
@@ -226,7 +226,7 @@ def test_cost_does_not_grow_with_a_run_of_spaces(maker, monkeypatch):
     tokenizer = maker()
     space = tokenizer.convert_tokens_to_ids("▁")
     hello = tokenizer.encode("hello", add_special_tokens=False)
-    detokenizer, longest, decode = Detokenizer(tokenizer, hello), 0, tokenizer.decode
+    detokenizer, longest, decode = Detokenizer(tokenizer, hello, SamplingParams()), 0, tokenizer.decode
 
     def note(ids, **options):
         nonlocal longest
@@ -234,17 +234,15 @@ def test_cost_does_not_grow_with_a_run_of_spaces(maker, monkeypatch):
         return decode(ids, **options)
 
     monkeypatch.setattr(tokenizer, "decode", note)
-    for token in [space] * 200 + hello:
-        detokenizer.push([token])
-    assert detokenizer.text == decode(hello + [space] * 200 + hello).removeprefix("hello")
+    text = "".join(detokenizer.push([token]) for token in [space] * 200 + hello)
+    assert text == decode(hello + [space] * 200 + hello).removeprefix("hello")
     assert longest < 40
 
 
 def test_nothing_to_push_and_nothing_to_say():
-    detokenizer = Detokenizer(byte_level(), [])
+    detokenizer = Detokenizer(byte_level(), [], SamplingParams())
     assert detokenizer.push([]) == ""
     assert detokenizer.push([], "abort") == ""
-    assert detokenizer.text == ""
 
 
 def test_added_token_that_is_not_special_stays_in_the_text():
@@ -263,8 +261,9 @@ def test_special_tokens_stand_together_where_asked():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, cls_token="[CLS]", sep_token="[SEP]")
     ids = [3, 1, 2, 2, 4, 4, 2, 3] * 8
 
-    def streamed(*options):
-        detokenizer = Detokenizer(tokenizer, [4], *options)
+    def streamed(skip, spaced):
+        params = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=spaced)
+        detokenizer = Detokenizer(tokenizer, [4], params)
         return "".join(detokenizer.push([token]) for token in ids)
 
     part = " a [CLS][SEP][SEP] b b [SEP] a"

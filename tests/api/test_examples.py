@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from cbatch.config import EngineConfig
 from tests.api.programs import ROOT, run_program
+from tests.waiting import wait_until
 
 EXAMPLES, README = ROOT / "examples", ROOT / "README.md"
 uvicorn = pytest.importorskip("uvicorn", reason="an extra")
@@ -128,10 +129,6 @@ async def test_server_streams_refuses_and_aborts_when_the_client_goes_away(tiny_
             async for _ in response.aiter_lines():
                 break
         before = llm.stats()["steps"]
-        for _ in range(400):
-            if llm.stats()["num_running"] == 0:
-                break
-            await asyncio.sleep(0.01)
-        assert llm.stats()["num_running"] == 0
+        await asyncio.to_thread(wait_until, lambda: llm.stats()["num_running"] == 0)
         assert llm.stats()["steps"] - before < 1500
         assert (await client.get("/health")).json() == {"healthy": True}

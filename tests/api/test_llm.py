@@ -19,9 +19,9 @@ from cbatch import (
     PromptTooLongError,
     SamplingParams,
 )
-from tests.api.programs import wait_until
 from tests.api.tiny import CHAT_TEMPLATE, byte_level
 from tests.counting import CountingModel, counted
+from tests.waiting import wait_until
 
 TOKENIZER = byte_level()
 VOCAB = len(TOKENIZER)

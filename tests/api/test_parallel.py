@@ -19,6 +19,7 @@ from cbatch import (
 from cbatch.config import EngineConfig
 from tests.api.tiny import byte_level
 from tests.counting import CountingModel, counted
+from tests.waiting import settle
 
 TOKENIZER = byte_level()
 VOCAB = len(TOKENIZER)
@@ -38,20 +39,6 @@ def engine():
         model.gate.set()
         if engine.is_healthy:
             settle(engine)
-    engine.scheduler.check()
-
-
-def settle(engine):
-    """Wait until nothing runs, and everything is given back."""
-    for _ in range(1000):
-        stats = engine.stats()
-        if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox or engine._live):
-            time.sleep(0.02)
-            stats = engine.stats()
-            assert stats["num_free_blocks"] == stats["num_blocks"]
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"the engine does not come to rest: {engine.stats()}")
 
 
 def test_one_result_has_all_answers(engine):

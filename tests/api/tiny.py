@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,51 +18,39 @@ CHAT_TEMPLATE = (
 )
 
 
+def _trained(
+    texts: list[str], vocab_size: int, specials: list[str], pre_tokenizer: Any, **model: Any
+) -> PreTrainedTokenizerFast:
+    """A BPE over bytes; the last special token ends a text, and the first of two begins it."""
+    tokenizer = Tokenizer(models.BPE(**model))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=specials[-1], bos_token=specials[0] if len(specials) > 1 else None
+    )
+
+
 def byte_level() -> PreTrainedTokenizerFast:
     """Like GPT-2's: text outside the tiny training corpus falls apart into bytes, so tokens split characters."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|start|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*CORPUS, "你好你好你好"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>")
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _trained([*CORPUS, "你好你好你好"], 400, ["<|start|>", "<|end|>"], pre_tokenizer)
 
 
 def straddling() -> PreTrainedTokenizerFast:
     """Byte level over whole texts of CJK and emoji: tokens that end and start inside characters."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     rng = random.Random(0)
-    text = ["".join(rng.choice("你好世界界你世👨👩👧🎉🎊中文字") for _ in range(40)) for _ in range(200)]
-    tokenizer.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    texts = ["".join(rng.choice("你好世界界你世👨👩👧🎉🎊中文字") for _ in range(40)) for _ in range(200)]
+    return _trained(texts, 500, ["<|end|>"], pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
 
 
 def spaced() -> PreTrainedTokenizerFast:
     """Byte level with a token for a space and the first half of any emoji, as GPT-2 and its heirs have."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=260,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["".join(f" {chr(0x1F300 + i)}" for i in range(256))], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    text = "".join(f" {chr(0x1F300 + i)}" for i in range(256))
+    return _trained([text], 260, ["<|end|>"], pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -102,22 +91,14 @@ def tiktoken_like() -> PreTrainedTokenizerFast:
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
     )
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*CORPUS, "你好世界 🎉🎊 你好"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
+    texts = [*CORPUS, "你好世界 🎉🎊 你好"]
+    return _trained(texts, 420, ["<|begin|>", "<|end|>"], pre_tokenizer, ignore_merges=True)
 
 
 def _without_special_bytes(fast: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

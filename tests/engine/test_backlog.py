@@ -18,16 +18,13 @@ from cbatch.llm import LLM
 from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
+from tests.waiting import settle, tokens, wait_until
 
 Start = Callable[..., Engine]
 
 
 def greedy(max_tokens: int = 8, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(30).outputs[0].token_ids
 
 
 def held() -> CountingModel:
@@ -37,20 +34,6 @@ def held() -> CountingModel:
     return model
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it does not come to that")
-
-
-def assert_empty(engine: Engine) -> None:
-    until(lambda: not (engine.stats()["num_running"] or engine.stats()["num_waiting"] or engine._in_flight))
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
-    assert not len(engine._backlog) and not engine._live
-
-
 # ---- how many may wait
 
 
@@ -58,7 +41,7 @@ def test_one_more_than_may_wait_is_refused_with_both_numbers(counting_engine: St
     model = held()
     engine = counting_engine(model, max_num_seqs=1, max_queue_size=3)
     first = engine.submit([1], greedy(1000))
-    until(lambda: engine.stats()["num_running"] == 1)
+    wait_until(lambda: engine.stats()["num_running"] == 1)
     waiting = [engine.submit([i], greedy()) for i in (2, 3, 4)]
     with pytest.raises(EngineOverloadedError, match="request x: 3 wait already, but max_queue_size is 3"):
         engine.submit([5], greedy(), "x")
@@ -69,13 +52,13 @@ def test_one_more_than_may_wait_is_refused_with_both_numbers(counting_engine: St
     model.gate.set()
     first.abort()
     assert [tokens(handle) for handle in (waiting[0], waiting[2], last)] == [counted(i, 8) for i in (2, 4, 6)]
-    assert_empty(engine)
+    settle(engine)
 
 
 def test_all_answers_of_a_request_wait_or_none(counting_engine: Start) -> None:
     engine = counting_engine(held(), max_num_seqs=1, max_queue_size=4)
     engine.submit([1], greedy(100))
-    until(lambda: engine.stats()["num_running"] == 1)
+    wait_until(lambda: engine.stats()["num_running"] == 1)
     parallel = SamplingParams(n=3, temperature=1.0, max_tokens=2)
     engine.submit([2], parallel)
     with pytest.raises(EngineOverloadedError, match="3 wait already and it has 3 answers, but max_queue_size is 4"):
@@ -92,14 +75,14 @@ def test_more_answers_than_may_ever_wait_are_no_overload(counting_engine: Start)
     with pytest.raises(InvalidRequestError, match="request x: n is 4, but max_queue_size is 3: so many can never wait"):
         engine.submit([1], SamplingParams(n=4, max_tokens=2), "x")
     assert len(engine.submit([1], SamplingParams(n=3, max_tokens=2), "x").result(30).outputs) == 3
-    assert_empty(engine)
+    settle(engine)
 
 
 def test_threads_that_submit_together_never_pass_the_limit(counting_engine: Start) -> None:
     model = held()
     engine = counting_engine(model, max_num_seqs=1, max_queue_size=50)
     engine.submit([1], greedy(100))
-    until(lambda: engine.stats()["num_running"] == 1)
+    wait_until(lambda: engine.stats()["num_running"] == 1)
     taken, refused = [], []
 
     def submit() -> None:
@@ -118,14 +101,14 @@ def test_threads_that_submit_together_never_pass_the_limit(counting_engine: Star
     model.gate.set()
     for handle in taken:
         handle.result(30)
-    assert_empty(engine)
+    settle(engine)
 
 
 async def test_a_stream_that_may_not_wait_hears_so_at_its_first_step() -> None:
     model = held()
     llm = AsyncLLM(model, num_blocks=33, block_size=4, max_num_seqs=1, max_queue_size=1)
     llm.engine.submit([1], greedy(100))
-    until(lambda: llm.stats()["num_running"] == 1)
+    wait_until(lambda: llm.stats()["num_running"] == 1)
     llm.engine.submit([2], greedy())
     with pytest.raises(EngineOverloadedError):
         async for _ in llm.generate([3], greedy()):
@@ -168,13 +151,13 @@ def test_a_deadline_ends_who_waits_and_who_runs(counting_engine: Start, schedule
     assert (chunk.token_ids, chunk.finish_reason) == ([], "timeout")
     with pytest.raises(EOFError):
         waiting.next_chunk(1)
-    assert waiting.metrics.finished_time - waiting.metrics.arrival_time < 0.25  # type: ignore[operator]
+    assert waiting.metrics.finished_time < running.metrics.finished_time  # type: ignore[operator]
     again = engine.submit([5], greedy(3), "running")
     slow.set()
     assert tokens(neighbour) == counted(2, 40)
     assert tokens(patient) == counted(4, 4)
     assert tokens(again) == counted(5, 3)
-    assert_empty(engine)
+    settle(engine)
 
 
 def test_each_answer_of_a_request_ends_at_the_deadline(counting_engine: Start) -> None:
@@ -183,7 +166,7 @@ def test_each_answer_of_a_request_ends_at_the_deadline(counting_engine: Start) -
     time.sleep(0.1)
     engine.model.gate.set()  # type: ignore[attr-defined]
     assert {output.finish_reason for output in handle.result(30).outputs} == {"timeout"}
-    assert_empty(engine)
+    settle(engine)
 
 
 def test_llm_gives_what_there_is_when_time_is_over() -> None:
@@ -214,7 +197,7 @@ def test_ended_requests_do_not_pile_up_until_their_deadlines() -> None:
     alive = [make(i) for i in range(100)]
     for handle in alive:
         backlog.watch(handle)
-    for i in range(20_000):
+    for i in range(4_000):
         handle = make(i)
         backlog.watch(handle)
         handle.abort()
@@ -228,41 +211,43 @@ def test_ended_requests_are_freed_before_their_deadlines(counting_engine: Start)
     """A thousand ended ones were kept, each with the tokens of what may have been a long prompt."""
     engine = counting_engine()
     ended = [weakref.ref(engine.submit([i] * 50, greedy(3), timeout_s=3600.0)) for i in range(5)]
-    until(lambda: not engine._live)
-    assert_empty(engine)
-    until(lambda: gc.collect() >= 0 and not any(handle() for handle in ended))
+    settle(engine)
+    wait_until(lambda: gc.collect() >= 0 and not any(handle() for handle in ended))
 
 
 # ---- very many
 
 
-def test_fifty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(counting_engine: Start) -> None:
+def test_twenty_thousand_are_taken_in_seconds_and_cost_those_who_run_nothing(counting_engine: Start) -> None:
     model = held()
     engine = counting_engine(model, max_num_seqs=2, num_blocks=65)
     running = engine.submit([1], greedy(120))
-    until(lambda: engine.stats()["num_running"] == 1)
+    wait_until(lambda: engine.stats()["num_running"] == 1)
     plan, plan_s = engine.scheduler.plan, []  # seconds, of the steps with most of them waiting
 
     def timed(host_batch):
         num_waiting = engine.scheduler.num_waiting
         begin = time.thread_time()  # of the processor: other work on the machine is none of ours
         planned = plan(host_batch)
-        if num_waiting > 40_000:
+        if num_waiting > 16_000:
             plan_s.append(time.thread_time() - begin)
         return planned
 
     engine.scheduler.plan = timed
-    start = time.thread_time()
-    handles = [engine.submit([i % 100] * 50, greedy(4)) for i in range(50_000)]
-    assert time.thread_time() - start < 5.0
+    handles, submit_s = [], []
+    for _ in range(20):
+        start = time.thread_time()
+        handles += [engine.submit([i % 100] * 50, greedy(4)) for i in range(1000)]
+        submit_s.append(time.thread_time() - start)
+    assert min(submit_s[10:]) < 0.1
     start = time.thread_time()
     for handle in handles[3:]:
         handle.abort()
-    assert time.thread_time() - start < 2.0
+    assert time.thread_time() - start < 1.0
     model.gate.set()
     assert tokens(running) == counted(1, 120)
     assert [tokens(handle) for handle in handles[:3]] == [counted(i, 4) for i in range(3)]
-    assert_empty(engine)
+    settle(engine)
     # Some steps had 256 newly aborted to step over. A look at each who waits would take milliseconds of all steps; the
     # best takes 0.2 ms, and on a busy machine a tenth of them is above 0.5.
     assert len(plan_s) > 20 and min(plan_s) < 1e-3

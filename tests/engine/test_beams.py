@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import pickle
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,23 +31,13 @@ from tests.counting import CountingModel
 from tests.engine.test_sampling import Numbers
 from tests.models.families import make_tiny
 from tests.test_beam_search import EOS, check, generated, likely_eos
+from tests.waiting import settle
+
+pytestmark = pytest.mark.usefixtures("device", "checked")
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [50], [99] * 6, list(range(40))]
 ASYNC, SYNC, DEEP = {"schedule": "async"}, {"schedule": "sync"}, {"schedule": "async", "depth": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CountingModel, "default_device", request.param)
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and slots are counted after every step."""
-    monkeypatch.setenv("CBATCH_DEBUG", "1")
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +50,6 @@ def model(device: str) -> nn.Module:
 def start(model: Any, **options: Any) -> Engine:
     defaults = {"max_num_seqs": 16, "block_size": 4, "num_blocks": 400, "max_num_batched_tokens": 32}
     return Engine.from_model(model, Numbers(), **{**defaults, "model_impl": "transformers", **options})
-
-
-def settle(engine: Engine) -> None:
-    """Wait until nothing runs; everything must have been given back."""
-    for _ in range(1000):
-        stats = engine.stats()
-        if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox or engine._live):
-            time.sleep(0.05)
-            stats = engine.stats()
-            assert stats["num_free_blocks"] == stats["num_blocks"]
-            assert not engine._beams and engine.is_healthy
-            engine.scheduler.check()
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"the engine does not come to rest: {engine.stats()}")
 
 
 @pytest.mark.parametrize("options", [ASYNC, SYNC, DEEP, {**ASYNC, "enable_prefix_caching": True}])

@@ -23,8 +23,9 @@ from cbatch.runner import Runner
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.swap import SwapSpace
 from tests.counting import CountingModel, counted
-from tests.engine.test_engine import churn, settle
+from tests.engine.test_engine import churn
 from tests.models.families import make_tiny
+from tests.waiting import settle
 
 pytestmark = pytest.mark.gpu
 Start = Callable[..., Engine]
@@ -115,8 +116,7 @@ def test_random_joins_leaves_and_aborts_for_two_thousand_steps_of_graphs(countin
     engine = counting_engine(CountingModel(device="cuda", eos=(13,)), **options)
     churn(engine, 2000)
     settle(engine)
-    stats = engine.stats()
-    assert stats["num_graphs"] > 0 and stats["num_free_blocks"] == stats["num_blocks"]
+    assert engine.stats()["num_graphs"] > 0
 
 
 SIZES = [*range(1, 66), 128, 200, 256]

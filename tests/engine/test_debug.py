@@ -13,14 +13,11 @@ from cbatch.errors import EngineDeadError
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 
+pytestmark = pytest.mark.usefixtures("checked")
+
 Start = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CBATCH_DEBUG", "1")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,15 +33,12 @@ from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
+from tests.waiting import settle, tokens
+
+pytestmark = pytest.mark.usefixtures("device")
 
 Start = Callable[..., Engine]
 SCHEDULES = [{"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(CountingModel, "default_device", request.param)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -54,28 +51,12 @@ def greedy(max_tokens: int | None = 8, **more: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
 
 
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(30).outputs[0].token_ids
-
-
-def settle(engine: Engine) -> None:
-    """Wait until the loop has taken in every abort and every step has landed."""
-    for _ in range(500):
-        stats = engine.stats()
-        if not (stats["num_running"] or stats["num_waiting"] or engine._in_flight or engine._inbox):
-            time.sleep(0.05)  # a step that was taken off the list may be landing still
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"the engine does not come to rest: {engine.stats()}")
-
-
 @pytest.mark.parametrize("options", SCHEDULES)
 def test_many_requests_each_get_their_own_tokens(counting_engine: Start, options: dict[str, object]) -> None:
     engine = counting_engine(**options)
     handles = [engine.submit([i, i + 1] * (1 + i % 5), greedy(1 + i % 17)) for i in range(60)]
     assert [tokens(h) for h in handles] == [counted(i + 1, 1 + i % 17) for i in range(60)]
     settle(engine)
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
 def test_placeholder_is_zero_on_the_host_and_the_true_token_on_the_device(counting_engine: Start) -> None:
@@ -141,16 +122,14 @@ def test_request_that_can_never_fit_is_refused_with_both_numbers(counting_engine
     assert len(tokens(engine.submit([1] * 30, greedy(None)))) == 3  # up to the room, not beyond the pool
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [[], [-1], [100], [1.5], ["a"], "text", b"text", [[1, 2]], None, 5, [True, False], [2**70], {1: 2}, [None]],
-)
-def test_bad_prompt_fails_alone(counting_engine: Start, prompt: object) -> None:
+def test_bad_prompts_fail_alone(counting_engine: Start) -> None:
     """Each is refused at submission, by itself, and its neighbours never notice."""
     engine = counting_engine()
     before = engine.submit([1], greedy(40))
-    with pytest.raises(InvalidRequestError):
-        engine.submit(prompt, greedy())  # type: ignore[arg-type]
+    wrong = [[], [-1], [100], [1.5], ["a"], "text", b"text", [[1, 2]], None, 5, [True, False], [2**70], {1: 2}, [None]]
+    for prompt in wrong:
+        with pytest.raises(InvalidRequestError):
+            engine.submit(prompt, greedy())  # type: ignore[arg-type]
     assert tokens(engine.submit([3], greedy())) == counted(3, 8)
     assert tokens(before) == counted(1, 40)
 
@@ -164,11 +143,6 @@ def test_bad_parameters_and_ids_fail_alone(counting_engine: Start) -> None:
     with pytest.raises(InvalidRequestError, match="request_id"):
         engine.submit([1], greedy(), request_id=7)  # type: ignore[arg-type]
     assert tokens(engine.submit([3], greedy())) == counted(3, 8)
-
-
-@pytest.mark.parametrize("prompt", [np.array([4, 5]), torch.tensor([4, 5]), (4, 5), iter([4, 5]), range(4, 6)])
-def test_prompts_may_be_any_sequence_of_integers(counting_engine: Start, prompt: object) -> None:
-    assert tokens(counting_engine().submit(prompt, greedy(2))) == [6, 7]  # type: ignore[arg-type]
 
 
 def test_live_id_is_refused_and_the_first_goes_on(counting_engine: Start) -> None:
@@ -222,7 +196,6 @@ def test_abort_at_every_step_gives_one_end_and_everything_back(counting_engine: 
     assert received == counted(1, 6)[: len(received)]
     assert tokens(neighbour) == counted(5, 30)
     settle(engine)
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
 def test_aborted_request_is_computed_no_further(counting_engine: Start) -> None:
@@ -318,7 +291,6 @@ def test_many_threads_submit_read_and_abort(counting_engine: Start) -> None:
     with ThreadPoolExecutor(24) as pool:
         assert all(pool.map(client, range(300)))
     settle(engine)
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
 def test_many_reading_threads_are_woken_in_turn_and_lose_nothing(counting_engine: Start) -> None:
@@ -437,7 +409,7 @@ def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> No
 
 def test_first_request_may_come_late(counting_engine: Start) -> None:
     engine = counting_engine()
-    time.sleep(1.0)
+    time.sleep(0.2)
     assert tokens(engine.submit([1], greedy(3))) == [2, 3, 4]
 
 
@@ -497,7 +469,6 @@ def test_random_joins_leaves_and_aborts_for_two_thousand_steps(counting_engine: 
     churn(engine, 2000)
     assert engine.stats()["num_preemptions"] > 0
     settle(engine)
-    assert engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
 
 
 def churn(engine: Engine, num_steps: int) -> None:
@@ -630,7 +601,6 @@ def test_many_answers_are_not_made_under_the_lock(counting_engine: Start, monkey
     model.gate.set()
     assert [len(output.token_ids) for output in handle.result(30).outputs] == [2] * 3
     settle(engine)
-    assert not engine._live
 
 
 def test_abort_from_a_finalizer_under_the_engines_lock_while_the_request_ends_elsewhere(counting_engine: Start) -> None:
@@ -656,7 +626,6 @@ def test_abort_from_a_finalizer_under_the_engines_lock_while_the_request_ends_el
     assert handle.finish_reason == "timeout"
     model.gate.set()
     settle(engine)
-    assert not engine._live
 
 
 def test_abort_from_a_finalizer_while_the_request_ends_changes_nothing(counting_engine: Start) -> None:

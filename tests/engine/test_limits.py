@@ -26,7 +26,7 @@ LIMITS = Limits(vocab_size=100, max_model_len=64, num_usable_blocks=16, longest_
     ],
 )
 def test_any_sequence_of_integers_is_a_prompt(prompt):
-    taken = LIMITS.prompt(prompt, None)
+    taken = LIMITS.prompt(prompt)
     assert (taken.dtype, taken.tolist()) == (np.int32, [1, 0, 99])
 
 
@@ -55,7 +55,7 @@ def test_any_sequence_of_integers_is_a_prompt(prompt):
 )
 def test_what_is_no_prompt_is_told_as_what_it_is(prompt, says):
     with pytest.raises(InvalidRequestError, match=says.replace(".", r"\.")):
-        LIMITS.prompt(prompt, None)
+        LIMITS.prompt(prompt)
 
 
 class NeverRead(list):
@@ -76,34 +76,34 @@ class NeverRead(list):
 )
 def test_prompt_far_too_long_is_refused_before_it_is_read(prompt, count):
     """Ten million ids in a list held up every step for 0.6 s, and an iterator without an end filled the memory."""
-    with pytest.raises(PromptTooLongError, match=f"x: {count} prompt tokens, but max_model_len is 64"):
-        LIMITS.max_len(len(LIMITS.prompt(prompt, "x")), SamplingParams(), "x")
+    with pytest.raises(PromptTooLongError, match=f"{count} prompt tokens, but max_model_len is 64"):
+        LIMITS.max_len(len(LIMITS.prompt(prompt)), SamplingParams())
 
 
 def test_priority_and_timeout_may_be_of_numpy_and_of_any_size():
     """An int64 was refused as no integer, a float32 as no number; an int that no float holds was an OverflowError."""
     limits = dataclasses.replace(LIMITS, policy="priority")
-    assert type(limits.priority(np.int64(-3), None)) is int
-    assert limits.timeout(np.float32(0.5), None) == 0.5
-    assert limits.timeout(None, None) is None
-    assert limits.timeout(10**5000, None) == limits.timeout(float("inf"), None) > 1e9
+    assert type(limits.priority(np.int64(-3))) is int
+    assert limits.timeout(np.float32(0.5)) == 0.5
+    assert limits.timeout(None) is None
+    assert limits.timeout(10**5000) == limits.timeout(float("inf")) > 1e9
     for wrong in (10**5000, np.array(3), True, 1.0):
         with pytest.raises(InvalidRequestError, match=r"priority is .*, but must be an integer from -"):
-            limits.priority(wrong, None)
+            limits.priority(wrong)
     for wrong in (-(10**5000), float("nan"), np.float32("nan"), np.array(3), True, "1"):
         with pytest.raises(InvalidRequestError, match=r"timeout_s is .*, but must be a positive number"):
-            limits.timeout(wrong, None)
+            limits.timeout(wrong)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 64, 2**40])
 def test_min_tokens_must_have_room_behind_the_prompt(max_tokens):
     """The answer ended where the room did, with fewer than were asked for, and nothing said so."""
-    assert LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=50), None) == 64
+    assert LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=50)) == 64
     with pytest.raises(
         InvalidRequestError,
-        match="request x: min_tokens is 51, but behind 14 prompt tokens is room for 50: max_model_len is 64",
+        match="min_tokens is 51, but behind 14 prompt tokens is room for 50: max_model_len is 64",
     ):
-        LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=51), "x")
+        LIMITS.max_len(14, SamplingParams(max_tokens=max_tokens, min_tokens=51))
     small = dataclasses.replace(LIMITS, num_usable_blocks=8, longest_len=33)
     with pytest.raises(InvalidRequestError, match="is room for 19: the pool has 8 KV blocks"):
-        small.max_len(14, SamplingParams(max_tokens=None, min_tokens=20), "x")
+        small.max_len(14, SamplingParams(max_tokens=None, min_tokens=20))

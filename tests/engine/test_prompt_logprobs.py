@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from cbatch.scheduler.scheduler import Scheduler
 from tests.counting import CountingModel, counted
 from tests.engine.test_sampling import Numbers
 from tests.models.families import VOCAB_SIZE, make_tiny
+
+pytestmark = pytest.mark.usefixtures("device")
 
 CHUNK = 16
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5]
@@ -52,13 +53,6 @@ def check(model: nn.Module, output: RequestOutput, k: int) -> None:
             better = int((row > row[candidate] + 1e-4).sum()), int((row > row[candidate] - 1e-4).sum())
             assert better[0] < logprob.rank <= max(better[1], 1)
         assert {1, *range(1, k + 1)} - {logprob.rank for logprob in one.values()} <= ({1} if k == 0 else set())
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CountingModel, "default_device", request.param)
-        yield request.param
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,10 @@ from tests.counting import CountingModel, counted
 from tests.engine.test_families import by_generate
 from tests.models.families import VOCAB_SIZE, WINDOW, make_tiny
 
+pytestmark = pytest.mark.usefixtures("checked")
+
 Start = Callable[..., Engine]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, references and prefixes are added up after every step."""
-    monkeypatch.setenv("CBATCH_DEBUG", "1")
 
 
 @pytest.fixture(params=DEVICES)

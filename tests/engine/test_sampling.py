@@ -20,10 +20,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import InvalidRequestError
-from cbatch.request import RequestHandle
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import VOCAB_SIZE, make_tiny
+from tests.waiting import tokens
+
+pytestmark = pytest.mark.usefixtures("device")
 
 SYNC, ASYNC, DEEP = {"schedule": "sync"}, {"schedule": "async"}, {"schedule": "async", "depth": 4}
 SCHEDULES = [SYNC, ASYNC, DEEP]
@@ -56,13 +58,6 @@ class CountPenalties(LogitsProcessor):
         return scores - times * self.frequency - (times > 0) * self.presence
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CountingModel, "default_device", request.param)
-        yield request.param
-
-
 @pytest.fixture(scope="module")
 def model(device: str) -> nn.Module:
     model = make_tiny("llama", device=device)
@@ -73,10 +68,6 @@ def model(device: str) -> nn.Module:
 def start(model: nn.Module, **options: Any) -> Engine:
     defaults = {"max_num_seqs": 16, "block_size": 4, "num_blocks": 400, "max_num_batched_tokens": 32}
     return Engine.from_model(model, Numbers(), **{**defaults, "model_impl": "transformers", **options})
-
-
-def tokens(handle: RequestHandle) -> list[int]:
-    return handle.result(120).outputs[0].token_ids
 
 
 def plain(model: nn.Module, prompt: list[int], params: SamplingParams) -> list[int]:

@@ -175,10 +175,8 @@ def test_a_call_within_inference_mode_leaves_nothing_of_it_behind(tiny: Make, de
     assert made.generate(ids, mask, 6).tolist() == within.tolist()
 
 
-def test_on_the_cpu_one_lane_computes_and_one_line_says_so(
-    tiny: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generator, "_warned", set())
+def test_on_the_cpu_one_lane_computes_and_one_line_says_so(tiny: Make, caplog: pytest.LogCaptureFixture) -> None:
+    generator._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "cbatch.interleave"):
         made = [InterleavedGenerator(tiny("gpt2")) for _ in range(2)]
     assert [one.num_lanes for one in made] == [1, 1] and made[0].num_streams == 2

@@ -95,7 +95,9 @@ class Driver:
 
     def add(self, prompt: list[int], max_len: int, stop: tuple[int, ...] = (), **options: Any) -> Sequence:
         result = Result()
-        sequence = Sequence(np.array(prompt, np.int32), max_len, stop_token_ids=stop, payload=result, **options)
+        sequence = Sequence(
+            np.array(prompt, np.int32), max_len, stop_token_ids=frozenset(stop), payload=result, **options
+        )
         self.scheduler.add(sequence)
         self.results[sequence.arrival] = result
         return sequence

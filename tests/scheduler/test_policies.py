@@ -175,13 +175,6 @@ def test_nobody_is_overtaken_by_more_than_the_sixty_four_behind_it() -> None:
     driver.run()
 
 
-def test_longest_prefix_needs_the_cache() -> None:
-    with pytest.raises(ValueError, match="needs prefix_caching"):
-        make(policy="longest_prefix")
-    with pytest.raises(ValueError, match="must be one of fcfs, priority, longest_prefix"):
-        make(policy="lifo")
-
-
 # ---- the queue
 
 
