@@ -260,11 +260,11 @@ class RequestHandle:
         stop_reason: int | str | None,
         wakers: Wakers,
         logprobs: TokenLogprobs | None = None,
-    ) -> None:
-        """Append a token, and end the request if ``finish_reason`` is given. Ignored after the end."""
+    ) -> bool:
+        """Append a token, and end the request if ``finish_reason`` is given. False, and nothing done, after the end."""
         with self._lock:
             if self.finished:
-                return
+                return False
             self._token_ids.append(token)
             if logprobs is not None:
                 self._logprobs.append(logprobs)
@@ -276,6 +276,7 @@ class RequestHandle:
             if finish_reason is not None and not self.finished:
                 self._end(finish_reason, stop_reason, None, now, aborted=False)
             self._wake(wakers, urgent)
+        return True
 
     def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
         """End the request if this token completes a stop string, or if the tokenizer fails on it.

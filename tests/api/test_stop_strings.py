@@ -260,6 +260,27 @@ def test_tokens_after_the_stop_string_are_dropped_and_the_id_is_free():
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "sync"}, {"depth": 4}])
+def test_tokens_after_the_stop_string_or_an_abort_are_in_no_count(options):
+    """The scheduler samples on until it hears of the end: what nobody got was counted as output, a fifth too much."""
+    with start(letters("ab" + "x" * 100), **options) as engine:
+        rows, land = [], engine.scheduler.land
+        engine.scheduler.land = lambda plan, tokens: (rows.append(len(tokens)), land(plan, tokens))[1]
+        given = [len(engine.submit([PAD], greedy("ab")).result(30).outputs[0].token_ids) for _ in range(5)]
+        for _ in range(5):
+            handle = engine.submit([PAD], greedy(()))
+            handle.next_chunk(30)
+            handle.abort()
+            given.append(len(handle.result(30).outputs[0].token_ids))
+        given.append(len(engine.submit([PAD], greedy((), 7)).result(30).outputs[0].token_ids))
+        engine.close()  # all has been delivered
+        stats = engine.stats()
+        assert stats["num_output_tokens"] == sum(given)
+        assert stats["num_wasted_rows"] == sum(rows) - sum(given)
+        engine.reset_stats()
+        assert engine.stats()["num_output_tokens"] == engine.stats()["num_wasted_rows"] == 0
+
+
 async def test_aborted_stream_shows_what_was_held_back():
     """Held back, it may still have become a stop string; now it will not."""
     with start(letters("ab<|" + "x" * 40)) as engine:
