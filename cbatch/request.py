@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from cbatch.detokenizer import TextUntilStop, make_detokenizer
-from cbatch.errors import CBatchError, described
+from cbatch.errors import CBatchError
 from cbatch.output_maker import TokenLogprobs, cumulative_logprob, make_logprobs
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
@@ -286,9 +286,9 @@ class RequestHandle:
         running, found, error = finish_reason is None, None, None
         try:
             found = text.push((token,), finish_reason)
-        except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
-            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {described(cause)}")
-            error.__cause__ = cause
+        except CBatchError as failure:
+            error = CBatchError(f"request {self.request_id}: {failure}")
+            error.__cause__ = failure.__cause__
         if self.finished:  # the garbage collector aborted it during the push
             return
         if error is not None:
