@@ -341,7 +341,7 @@ class Engine:
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
-            self._checks.landed(step.io, tokens)
+            self._checks.landed(step.io, tokens, logprobs)
         landed = self.scheduler.land(step.plan, tokens)
         failed = self._held.accept(landed, step.io.masks) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.decode import profile, steps_from_now
 from cbatch import engine as engine_module
+from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.runner import Runner
@@ -29,6 +31,7 @@ from tests.models.families import make_tiny
 pytestmark = pytest.mark.gpu
 Start = Callable[..., Engine]
 SPIN = 20_000_000  # cycles: about 10 ms
+DTOD = "DtoD (Device -> Device)"
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -100,6 +103,28 @@ def check_that_nothing_synchronises(family: str, *, enforce_eager: bool, **optio
             assert mixture(engine) == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_profile_of_decode_has_one_wait_and_no_pageable_copy(eager: bool) -> None:
+    """That mode sees neither a wait for an event, nor a copy to or from pageable memory that is called non-blocking and
+    waits all the same. A profile has all of them; its own end waits for the device, once."""
+    model = CountingModel(device="cuda", max_model_len=20_000)
+    small = {"max_num_seqs": 4, "block_size": 64, "num_blocks": 1300, "enforce_eager": eager}
+    with Engine(model, EngineConfig(**small)) as engine:  # type: ignore[arg-type]
+        handles = [engine.submit([i], greedy(19_000)) for i in range(4)]
+        steps_from_now(engine, 100)
+        found = profile(engine, 200)
+        for handle in handles:
+            handle.abort()
+    copies = found["copies_per_step"]
+    assert set(copies) <= {f"Memcpy {way}" for way in ("HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)", DTOD)}
+    waits = {name: count for name, count in found["calls_per_step"].items() if "Synchronize" in name}
+    assert waits.pop("cudaDeviceSynchronize", 0.0) * found["profiled_steps"] < 2.5
+    assert list(waits) == ["cudaEventSynchronize"]
+    for count in (waits["cudaEventSynchronize"], copies["Memcpy HtoD (Pinned -> Device)"]):
+        assert count == pytest.approx(1, abs=0.1)
 
 
 def mixture(engine: Engine) -> list[list[int]]:
@@ -283,7 +308,9 @@ def test_a_model_on_another_gpu_than_the_current_one(options: dict[str, Any]) ->
 
 
 def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
+    """And the caller's random state is left alone, though torch's captures have something to do with it."""
     model = make_tiny("llama", device="cuda")
+    before = torch.cuda.get_rng_state()
     answers = []
     for options in ({"schedule": "sync"}, {"schedule": "async"}, {"depth": 3}):
         with Engine.from_model(model, max_num_seqs=5, block_size=16, num_blocks=64, **options) as engine:
@@ -291,6 +318,7 @@ def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
             answers.append([engine.submit([5, 6, 7], p).result(60).outputs[0].token_ids for p in asked])
     assert answers[0] == answers[1] == answers[2]
     assert len({tuple(a) for a in answers[0]}) > 6
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_graphs_survive_when_the_workspaces_of_cublas_are_given_back() -> None:
