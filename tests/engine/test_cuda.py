@@ -61,9 +61,16 @@ def test_counting_on_the_gpu(counting_engine: Start, options: dict[str, Any]) ->
     assert stats["activity_kind"] == "gpu" and 0 < stats["activity_pct"] <= 100
 
 
+@pytest.mark.parametrize("debug", ["", "1"])
 @pytest.mark.parametrize("stream", ["h2d", "compute", "d2h"])
-def test_delayed_streams_change_no_token(counting_engine: Start, stream: str) -> None:
-    """A copy or a step that comes late must be waited for: never an old buffer, never a buffer written too early."""
+def test_delayed_streams_change_no_token(
+    counting_engine: Start, stream: str, debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy or a step that comes late must be waited for: never an old buffer, never a buffer written too early.
+
+    In the debug mode, buffers are poisoned on both sides, and none may be planned into before its copy is over.
+    """
+    monkeypatch.setenv("CBATCH_DEBUG", debug)
     engine = counting_engine(CountingModel(device="cuda"), max_num_seqs=8)
     lane: Any = engine._lane
     launch, dice = lane.launch, random.Random(1)
