@@ -72,7 +72,7 @@ class AsyncLLM:
             InvalidRequestError: the prompt or a parameter cannot be served. The call refuses a prompt of no known form,
                 the first step of the iteration everything else.
             EngineOverloadedError: ``max_queue_size`` requests wait already; raised by the first step of the iteration.
-            CBatchError: a logits processor failed, or the parameters left no token to go on with.
+            CBatchError: a logits processor or the tokenizer failed, or the parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answer was complete.
         """
         taken = PromptLike(prompt)

@@ -56,11 +56,13 @@ class BeamHandle(WholeHandle):
         self.search = search
         self._found: list[Hypothesis] | None = None
 
-    def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> None:
-        """The end, for the delivery thread; dropped if the request was aborted meanwhile."""
+    def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> int:
+        """The end, for the delivery thread; dropped if the request was aborted meanwhile. Returns how many tokens
+        its answers have.
+        """
         with self._lock:
             if self.finished:
-                return
+                return 0
             if found:
                 self._found = found
                 self.metrics.first_token_time = now
@@ -71,6 +73,7 @@ class BeamHandle(WholeHandle):
                 )
                 self._end(None, None, error, now, aborted=False)
             self._wake(wakers)
+        return sum(len(one.token_ids) for one in found)
 
     def _answers(self) -> list[CompletionOutput]:
         with self._lock:

@@ -60,6 +60,9 @@ class Landing:
     def head(self, num_records: int) -> Tensor:
         return self._words[: self._begin + num_records * LOGPROB_WORDS]
 
+    def fill(self, value: int) -> None:
+        self._words.fill_(value)
+
 
 class Masks:
     """Of the rows with a grammar in a step: ``slots [max_num_seqs]``, and ``masks [max_num_seqs, words]``; int32.

@@ -11,7 +11,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.buffers import IOBuffer
+from cbatch.buffers import IOBuffer, Logprobs
 from cbatch.scheduler.plan import StepPlan
 from cbatch.scheduler.scheduler import Scheduler
 from cbatch.streams import Lane
@@ -43,14 +43,15 @@ class LoopChecks:
         assert not host.input_ids[: sizes.num_tokens][carried].any(), "a placeholder is not zero"
         used = (host.positions, host.row_slots, host.context_lens, host.sample_rows, host.out_slots, host.table_value)
         assert all((array >= 0).all() for array in used), "an array of the step was not written to its end"
-        io.sampled.fill(POISON)
+        io.host_landing.fill(POISON)
         self._in_flight.add(id(io))
 
-    def landed(self, io: IOBuffer, tokens: NDArray[np.int32]) -> None:
+    def landed(self, io: IOBuffer, tokens: NDArray[np.int32], logprobs: Logprobs | None) -> None:
         """After the wait, before the tokens are taken in."""
         assert id(io) in self._in_flight, "a step landed twice, or was never launched"
         self._in_flight.discard(id(io))
         assert not (tokens == POISON).any(), "tokens were read before they had landed"
+        assert logprobs is None or not (logprobs.ids == POISON).any(), "log-probabilities were read before they landed"
 
     def taken_in(self) -> None:
         self._scheduler.check()

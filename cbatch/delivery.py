@@ -38,6 +38,8 @@ class Delivery:
     def __init__(self, vocab_size: int, failed: Callable[[BaseException], None]) -> None:
         """``failed`` is called if an exception ends the thread, which would leave all consumers waiting."""
         self._vocab_size, self._failed = vocab_size, failed
+        self.num_given = 0  # tokens that requests took
+        self.num_dropped = 0  # that landed behind a request's end: a stop string, an abort, an error
         self._outbox: queue.SimpleQueue[tuple[Results, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
 
@@ -75,11 +77,12 @@ class Delivery:
         for owner, records in results.prompts:  # first: they must be there when the first token is read
             owner.add(records)
         for search, found in results.beams:
-            search.finish(found, now, wakers)
+            self.num_given += search.finish(found, now, wakers)
         for failed, error in results.failed:
             failed.fail(error, aborted=True)
         landed = results.landed
         ends = {id(finish.sequence): finish for finish in landed.finished}
+        num_given = 0
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle: RequestHandle = sequence.payload
             own = None
@@ -90,7 +93,10 @@ class Delivery:
             if finish := ends.get(id(sequence)):
                 # vLLM's rule: stop_reason is the entry of stop_token_ids, and None for the model's end of sequence.
                 reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
-                handle.push(token, now, finish.reason, reason, wakers, own)
+                given = handle.push(token, now, finish.reason, reason, wakers, own)
             else:
-                handle.push(token, now, None, None, wakers, own)
+                given = handle.push(token, now, None, None, wakers, own)
+            num_given += given
+        self.num_given += num_given
+        self.num_dropped += landed.tokens.size - num_given
         wakers.wake()

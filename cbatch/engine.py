@@ -143,8 +143,9 @@ class Engine:
         self._beams = Beams(self.scheduler)
         self._num_launched = 0
         self._num_wasted = 0
-        self._num_output_tokens = 0
-        self._asked_before = 0, 0  # the scheduler's num_asked_tokens and num_hit_tokens at the last ``reset_stats``
+        # At the last ``reset_stats``: the scheduler's num_asked_tokens and num_hit_tokens; the delivery's num_given and
+        # num_dropped.
+        self._asked_before = self._given_before = 0, 0
 
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
         # Reentrant, since the garbage collector may close an engine inside any statement of ours.
@@ -340,12 +341,11 @@ class Engine:
         tokens = step.io.sampled[:num_samples].copy()  # the buffer is the next step's
         logprobs = step.io.logprobs(num_samples) if step.plan.flags & LOGPROBS else None
         if self._checks is not None:
-            self._checks.landed(step.io, tokens)
+            self._checks.landed(step.io, tokens, logprobs)
         landed = self.scheduler.land(step.plan, tokens)
         failed = self._held.accept(landed, step.io.masks) if step.plan.flags & HELD else ()
         if logprobs is not None and landed.rows is not None:
             logprobs = logprobs.of(landed.rows)
-        self._num_output_tokens += landed.tokens.size
         searches: list[Any] = []  # that are over
         if self._beams:
             landed, logprobs, searches = self._beams.land(landed, logprobs)
@@ -536,11 +536,13 @@ class Engine:
 
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
         ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
-        prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_cached_blocks`` of the free ones
-        hold a prefix. ``num_preemptions``, and the ``num_blocks_out`` that went to the ``swap_space`` and
-        ``num_blocks_in`` that came back, count since the start. Of a closed engine nothing runs or waits.
+        prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_output_tokens`` are those that
+        requests got; what was sampled behind a request's end, or is void after a preemption, is ``num_wasted_rows``.
+        ``num_cached_blocks`` of the free ones hold a prefix. ``num_preemptions``, and the ``num_blocks_out`` that went
+        to the ``swap_space`` and ``num_blocks_in`` that came back, count since the start. Of a closed engine nothing
+        runs or waits.
         """
-        scheduler, lives = self.scheduler, self._thread.is_alive()
+        scheduler, delivery, lives = self.scheduler, self._delivery, self._thread.is_alive()
         num_new = sum(order == "add" for order, _ in list(self._inbox))
         return {
             "schedule": self.config.schedule,
@@ -551,8 +553,8 @@ class Engine:
             "num_preemptions": scheduler.num_preemptions,
             "num_blocks_out": scheduler.swap.num_blocks_out if scheduler.swap else 0,
             "num_blocks_in": scheduler.swap.num_blocks_in if scheduler.swap else 0,
-            "num_wasted_rows": self._num_wasted,
-            "num_output_tokens": self._num_output_tokens,
+            "num_wasted_rows": self._num_wasted + delivery.num_dropped - self._given_before[1],
+            "num_output_tokens": delivery.num_given - self._given_before[0],
             "num_blocks": scheduler.blocks.num_usable,
             "num_free_blocks": scheduler.blocks.num_free,
             "num_cached_blocks": scheduler.blocks.num_cached,
@@ -587,8 +589,9 @@ class Engine:
     def reset_stats(self) -> None:
         """Start the figures of the steps anew."""
         self._clock.reset()
-        self._num_wasted = self._num_output_tokens = 0
+        self._num_wasted = 0
         self._asked_before = self.scheduler.num_asked_tokens, self.scheduler.num_hit_tokens
+        self._given_before = self._delivery.num_given, self._delivery.num_dropped
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, from any thread, as when weights have changed. Returns at once.

@@ -67,7 +67,7 @@ class LLM:
             InvalidRequestError: a prompt or its parameters cannot be served; the message has its number in the list,
                 counted from 0.
             EngineOverloadedError: more prompts than ``max_queue_size`` lets wait.
-            CBatchError: a logits processor failed, or the parameters left no token to go on with.
+            CBatchError: a logits processor or the tokenizer failed, or the parameters left no token to go on with.
             EngineDeadError, EngineClosedError: the engine ended before the answers were complete.
             KeyboardInterrupt: from Ctrl-C, at once.
 

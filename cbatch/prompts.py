@@ -103,6 +103,10 @@ def encode_prompt(
             lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             why = error if lone is None else f"character {lone} is a lone surrogate, {text[lone]!r}"
             raise InvalidRequestError(f"{what} {short(text)} is not valid Unicode text: {why}") from None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise InvalidRequestError(f"{what} {short(text)}: the tokenizer failed: {described(error)}") from error
     return list(ids)
 
 

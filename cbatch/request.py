@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from cbatch.detokenizer import Detokenizer, TextUntilStop
-from cbatch.errors import CBatchError, described
+from cbatch.errors import CBatchError
 from cbatch.output_maker import TokenLogprobs, cumulative_logprob, make_logprobs
 from cbatch.outputs import Chunk, CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from cbatch.prompt_logprobs import PromptLogprobs
@@ -260,11 +260,11 @@ class RequestHandle:
         stop_reason: int | str | None,
         wakers: Wakers,
         logprobs: TokenLogprobs | None = None,
-    ) -> None:
-        """Append a token, and end the request if ``finish_reason`` is given. Ignored after the end."""
+    ) -> bool:
+        """Append a token, and end the request if ``finish_reason`` is given. False, and nothing done, after the end."""
         with self._lock:
             if self.finished:
-                return
+                return False
             self._token_ids.append(token)
             if logprobs is not None:
                 self._logprobs.append(logprobs)
@@ -276,6 +276,7 @@ class RequestHandle:
             if finish_reason is not None and not self.finished:
                 self._end(finish_reason, stop_reason, None, now, aborted=False)
             self._wake(wakers, urgent)
+        return True
 
     def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
         """End the request if this token completes a stop string, or if the tokenizer fails on it.
@@ -285,9 +286,9 @@ class RequestHandle:
         running, found, error = finish_reason is None, None, None
         try:
             found = text.push((token,), finish_reason)
-        except BaseException as cause:  # the tokenizer is the user's, and a panic in a Rust one is no Exception
-            error = CBatchError(f"request {self.request_id}: the tokenizer failed: {described(cause)}")
-            error.__cause__ = cause
+        except CBatchError as failure:
+            error = CBatchError(f"request {self.request_id}: {failure}")
+            error.__cause__ = failure.__cause__
         if self.finished:  # the garbage collector aborted it during the push
             return
         if error is not None:

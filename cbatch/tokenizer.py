@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import Any
 
-from cbatch.errors import ConfigError, short
+from cbatch.errors import CBatchError, ConfigError, described, short
 
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _specials: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -48,8 +48,18 @@ def is_busy(tokenizer: Any) -> bool:
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Text with special tokens, and without clean-up, which changes earlier text: "do" and " n't" become "don't"."""
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    """Text with special tokens, and without clean-up, which changes earlier text: "do" and " n't" become "don't".
+
+    Raises CBatchError if the tokenizer fails: one over sentencepiece does, on an id that only the model knows.
+    """
+    try:
+        text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not isinstance(text, str):
+            raise TypeError(f"it returned a {type(text).__name__}, not text")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # it is the user's, and a panic in a Rust one is no Exception
+        raise CBatchError(f"the tokenizer failed: {described(error)}") from error
     return text
 
 

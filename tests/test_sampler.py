@@ -146,6 +146,25 @@ def test_top_k_over_the_vocabulary_keeps_all_and_minus_infinity_is_never_drawn()
         assert set(draw(logits, SamplingParams(temperature=1.0, top_p=top_p), positions=50).tolist()) == {30}
 
 
+def test_greedy_rows_beside_sampled_ones_are_the_argmax_of_what_is_finite() -> None:
+    """A step that draws for one row scales all of them: divided by a temperature of 0, one has no argmax any more."""
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(5))
+    logits[:, ::2] = -torch.inf
+    logits[1] = logits[1].where(torch.arange(300) == 77, -torch.inf)
+    logits[2] = -torch.inf
+    asked = [
+        *[SamplingParams(temperature=0.0)] * 3,
+        SamplingParams(top_k=1),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+    ]
+    rows = torch.from_numpy(np.stack([encoded(params, 3 + i).param_values for i, params in enumerate(asked)]))
+    for flags in (RANDOM, RANDOM | FILTERED):
+        tokens = sample(logits, rows, torch.arange(1, 7, dtype=torch.int32), flags)
+        assert tokens[:4].tolist() == logits[:4].argmax(-1).tolist()
+        assert torch.isfinite(logits[range(4, 6), tokens[4:].long()]).all()
+
+
 def test_noise_is_finite_and_no_filter_is_ever_left() -> None:
     """With 24 random bits and a half the largest uniform rounded to 1, once in 340 draws of a 49,152-token vocabulary:
     infinite noise, which beat every logit and, as nan, every filter."""

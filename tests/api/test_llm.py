@@ -261,6 +261,7 @@ def test_ctrl_c_leaves_at_once_and_aborts(use_tqdm):
         assert time.monotonic() - started < 2
         model.gate.set()
         wait_until(lambda: llm.engine.stats()["num_running"] + llm.engine.stats()["num_waiting"] == 0)
+        wait_until(lambda: llm.engine.stats()["num_free_blocks"] == llm.engine.stats()["num_blocks"])
         assert tokens(llm.generate([[1]], GREEDY)[0]) == counted(1, 6, VOCAB)
 
 

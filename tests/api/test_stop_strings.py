@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch import LLM, AsyncLLM, CBatchError, Engine, InvalidRequestError, RequestOutputKind, SamplingParams
+from cbatch import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    CBatchError,
+    Engine,
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+)
 from cbatch.config import EngineConfig
 from cbatch.detokenizer import Detokenizer, TextUntilStop
 from tests.api.tiny import byte_level, metaspace, sentencepiece_like, spaced, straddling, tiktoken_like
@@ -246,6 +256,27 @@ def test_tokens_after_the_stop_string_are_dropped_and_the_id_is_free():
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "sync"}, {"depth": 4}])
+def test_tokens_after_the_stop_string_or_an_abort_are_in_no_count(options):
+    """The scheduler samples on until it hears of the end: what nobody got was counted as output, a fifth too much."""
+    with start(letters("ab" + "x" * 100), **options) as engine:
+        rows, land = [], engine.scheduler.land
+        engine.scheduler.land = lambda plan, tokens: (rows.append(len(tokens)), land(plan, tokens))[1]
+        given = [len(engine.submit([PAD], greedy("ab")).result(30).outputs[0].token_ids) for _ in range(5)]
+        for _ in range(5):
+            handle = engine.submit([PAD], greedy(()))
+            handle.next_chunk(30)
+            handle.abort()
+            given.append(len(handle.result(30).outputs[0].token_ids))
+        given.append(len(engine.submit([PAD], greedy((), 7)).result(30).outputs[0].token_ids))
+        engine.close()  # all has been delivered
+        stats = engine.stats()
+        assert stats["num_output_tokens"] == sum(given)
+        assert stats["num_wasted_rows"] == sum(rows) - sum(given)
+        engine.reset_stats()
+        assert engine.stats()["num_output_tokens"] == engine.stats()["num_wasted_rows"] == 0
+
+
 async def test_aborted_stream_shows_what_was_held_back():
     """Held back, it may still have become a stop string; now it will not."""
     with start(letters("ab<|" + "x" * 40)) as engine:
@@ -288,6 +319,8 @@ class Broken:
     all_special_ids = ()
 
     def encode(self, text, **kwargs):
+        if "?" in text:
+            raise ValueError("no questions")
         return TOKENIZER.encode(text, **kwargs)
 
     def decode(self, ids, **kwargs):
@@ -312,6 +345,46 @@ def test_tokenizer_that_raises_fails_its_own_request_alone(schedule):
         assert plain.result(30).outputs[0].token_ids == tape[1:11]
         assert engine.is_healthy
         settle(engine)
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ("never",)}, {"n": 2, "temperature": 1e-4}], ids=str)
+async def test_tokenizer_that_raises_is_one_error_whoever_decodes(more):
+    """Only with stop strings was it ours: the consumer's thread got whatever the tokenizer raised, such as the
+    IndexError of one over sentencepiece, for an id by which a model's vocabulary is padded."""
+    tape = [PAD, *letters("abc!def" + "g" * 60)]
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 10, "seed": 1, **more})
+    failed = pytest.raises(CBatchError, match=r"the tokenizer failed: ValueError: no exclamations")
+    async with AsyncLLM(TapeModel(tape), Broken(), **options()) as llm:
+        for kind in RequestOutputKind:
+            with failed as info:
+                async for _ in llm.generate([PAD], replace(params, output_kind=kind)):
+                    pass
+            assert isinstance(info.value.__cause__, ValueError)
+        with failed:
+            llm.engine.submit([PAD], params).result(30)
+        if not more:
+            with failed:
+                await llm.beam_search([PAD], BeamSearchParams(2, 8))
+            with pytest.raises(
+                InvalidRequestError, match=r"prompt 'a\?b': the tokenizer failed: ValueError: no questions"
+            ):
+                await anext(llm.generate("a?b", params))
+        (last,) = [output async for output in llm.generate([PAD] * 5, greedy((), 3)) if output.finished]
+        assert last.outputs[0].text == "def"
+        settle(llm.engine)
+    llm.engine.scheduler.check()
+
+
+def test_tokenizer_that_makes_no_text_fails_its_own_request_alone():
+    class Wordless(Broken):
+        def decode(self, ids, **kwargs):
+            return None if len(ids) > 2 else "x"
+
+    with Engine(CountingModel(len(TOKENIZER)), EngineConfig(**options()), Wordless()) as engine:
+        for stop in ("y", ()):
+            with pytest.raises(CBatchError, match="the tokenizer failed: TypeError: it returned a NoneType, not text"):
+                engine.submit([1], greedy(stop, 8)).result(30)
+        assert engine.is_healthy
 
 
 def test_engine_without_a_tokenizer_refuses_stop_strings():

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.decode import profile, steps_from_now
 from cbatch import engine as engine_module
+from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.runner import Runner
@@ -30,6 +32,7 @@ from tests.waiting import settle
 pytestmark = pytest.mark.gpu
 Start = Callable[..., Engine]
 SPIN = 20_000_000  # cycles: about 10 ms
+TO_DEVICE, TO_HOST = "HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)"
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
@@ -59,9 +62,16 @@ def test_counting_on_the_gpu(counting_engine: Start, options: dict[str, Any]) ->
     assert stats["activity_kind"] == "gpu" and 0 < stats["activity_pct"] <= 100
 
 
+@pytest.mark.parametrize("debug", ["", "1"])
 @pytest.mark.parametrize("stream", ["h2d", "compute", "d2h"])
-def test_delayed_streams_change_no_token(counting_engine: Start, stream: str) -> None:
-    """A copy or a step that comes late must be waited for: never an old buffer, never a buffer written too early."""
+def test_delayed_streams_change_no_token(
+    counting_engine: Start, stream: str, debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy or a step that comes late must be waited for: never an old buffer, never a buffer written too early.
+
+    In the debug mode, buffers are poisoned on both sides, and none may be planned into before its copy is over.
+    """
+    monkeypatch.setenv("CBATCH_DEBUG", debug)
     engine = counting_engine(CountingModel(device="cuda"), max_num_seqs=8)
     lane: Any = engine._lane
     launch, dice = lane.launch, random.Random(1)
@@ -101,6 +111,29 @@ def check_that_nothing_synchronises(family: str, *, enforce_eager: bool, **optio
             assert mixture(engine) == first
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_a_profile_of_decode_has_one_wait_and_no_pageable_copy() -> None:
+    """That mode sees neither a wait for an event, nor a copy to or from pageable memory that is called non-blocking and
+    waits all the same. A profile has all of them; its own end waits for the device, once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        pass  # the first takes seconds to begin
+    config = EngineConfig(max_num_seqs=4, block_size=64, num_blocks=4000)
+    with Engine(CountingModel(device="cuda", max_model_len=60_000), config) as engine:
+        assert engine.stats()["num_graphs"]
+        handles = [engine.submit([i], greedy(50_000)) for i in range(4)]
+        steps_from_now(engine, 100)
+        found = profile(engine, 200)
+        for handle in handles:
+            handle.abort()
+    copies = found["copies_per_step"]
+    assert not [name for name in copies if "Pageable" in name]
+    waits = {name: count for name, count in found["calls_per_step"].items() if "Synchronize" in name}
+    assert waits.pop("cudaDeviceSynchronize", 0.0) * found["profiled_steps"] < 2.5
+    assert list(waits) == ["cudaEventSynchronize"]
+    for count in (waits["cudaEventSynchronize"], *(copies[f"Memcpy {way}"] for way in (TO_DEVICE, TO_HOST))):
+        assert count == pytest.approx(1, abs=0.1)
 
 
 def mixture(engine: Engine) -> list[list[int]]:
@@ -283,7 +316,9 @@ def test_a_model_on_another_gpu_than_the_current_one(options: dict[str, Any]) ->
 
 
 def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
+    """And the caller's random state is left alone, though torch's captures have something to do with it."""
     model = make_tiny("llama", device="cuda")
+    before = torch.cuda.get_rng_state()
     answers = []
     for options in ({"schedule": "sync"}, {"schedule": "async"}, {"depth": 3}):
         with Engine.from_model(model, max_num_seqs=5, block_size=16, num_blocks=64, **options) as engine:
@@ -291,6 +326,7 @@ def test_seeded_sampling_is_the_same_on_both_schedules() -> None:
             answers.append([engine.submit([5, 6, 7], p).result(60).outputs[0].token_ids for p in asked])
     assert answers[0] == answers[1] == answers[2]
     assert len({tuple(a) for a in answers[0]}) > 6
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_graphs_survive_when_the_workspaces_of_cublas_are_given_back() -> None:

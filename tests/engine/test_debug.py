@@ -62,6 +62,27 @@ def test_buffer_written_while_its_step_is_in_flight_is_noticed(counting_engine: 
         engine.submit([1], GREEDY).result(30)
 
 
+def test_buffer_written_before_its_copy_to_the_device_is_over_is_noticed(counting_engine: Start) -> None:
+    """The step would compute the next one's inputs. Its tokens have landed, but that says so only of its own copy."""
+    engine = counting_engine()
+    lane: Any = engine._lane
+    copied_in, calls = lane.copied_in, iter(range(1000))
+    lane.copied_in = lambda io: next(calls) < 3 and copied_in(io)
+    with pytest.raises(EngineDeadError, match="before its last copy to the device is over"):
+        engine.submit([1], GREEDY).result(30)
+
+
+def test_log_probabilities_read_before_they_land_are_noticed(counting_engine: Start) -> None:
+    """A copy out that has room for the tokens alone: the records are those of some step before."""
+    engine = counting_engine()
+    for io in engine._buffers:
+        set_plan = io.set_plan
+        io.set_plan = lambda plan, io=io, set_plan=set_plan: (set_plan(plan), setattr(io, "lands_logprobs", False))
+    assert engine.submit([1], GREEDY).result(30).outputs[0].token_ids == counted(1, 30)
+    with pytest.raises(EngineDeadError, match="log-probabilities were read before they landed"):
+        engine.submit([1], SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)).result(30)
+
+
 def test_lost_block_is_noticed() -> None:
     with Engine(CountingModel(), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
         engine.scheduler.blocks.allocate(1)

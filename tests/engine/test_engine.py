@@ -346,6 +346,47 @@ def test_failing_step_reaches_every_waiter_at_once(counting_engine: Start) -> No
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "scheduler.add", "scheduler.plan", "scheduler.land", "scheduler.note_time", "_lane.launch", "_lane.wait",
+        "_lane.launch_rest", "_held.prepare", "_held.accept", "_beams.land", "_backlog.expire", "admit", "deliver",
+    ],
+)  # fmt: skip
+def test_failure_anywhere_in_the_loop_reaches_everyone(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Not only where the model is: between steps, too, nobody may be left who waits for what will not come."""
+    model = CountingModel()
+    model.gate.clear()
+    engine = counting_engine(model, max_num_seqs=8)
+    handles: list[Any] = [
+        engine.submit([1], greedy(110)),
+        engine.submit([2], SamplingParams(n=2, max_tokens=110)),
+        engine.submit([3], greedy(110, logits_processors=[lambda ids, logits: logits])),
+        engine.submit_beam_search([4], BeamSearchParams(2, 110)),
+    ]
+    *path, name = place.split(".")
+    owner: Any = engine if not path else getattr(engine, path[0])
+    works = getattr(owner, name)
+    calls = iter(range(10**6))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) >= 2:
+            raise RuntimeError(f"{place} failed")
+        return works(*args)
+
+    monkeypatch.setattr(owner, name, failing)
+    later = [engine.submit([i], greedy(110)) for i in range(3)]
+    model.gate.set()
+    for handle in (*handles, *later):
+        with pytest.raises(EngineDeadError, match=f"{place} failed"):
+            handle.result(10)
+    assert not engine.is_healthy and not engine._live
+    engine.close()
+    assert not engine._thread.is_alive()
+
+
 def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go through a thread of their own; if it dies in silence, every consumer hangs."""
     engine = counting_engine()
@@ -397,14 +438,20 @@ def test_close_ends_what_runs_and_may_be_repeated(counting_engine: Start) -> Non
 
 
 def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> None:
-    """Idle means asleep, not polling: the process must stay under 5% of one core."""
+    """Idle means asleep, not polling: the process must stay under 5% of one core, and a request finds it in 1 ms."""
     engine = counting_engine()
     tokens(engine.submit([1], greedy(2)))
     settle(engine)
     cpu = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - cpu < 0.05
-    assert tokens(engine.submit([1], greedy(2))) == [2, 3]
+    waits = []
+    for _ in range(40):
+        metrics = engine.submit([1], greedy(1)).result(30).metrics
+        assert metrics.first_scheduled_time is not None and metrics.arrival_time is not None
+        waits.append(metrics.first_scheduled_time - metrics.arrival_time)
+        time.sleep(0.003)
+    assert sorted(waits)[10] < 1e-3  # the others may have waited for a core
 
 
 def test_first_request_may_come_late(counting_engine: Start) -> None:

@@ -130,6 +130,33 @@ def test_tokens_equal_solo_though_each_is_preempted_three_times(options: dict[st
         at_rest(engine)
 
 
+@pytest.mark.parametrize("options", [{}, {"depth": 4}])
+def test_slot_and_blocks_pass_on_while_the_step_that_reads_them_stands_still(
+    device: str, options: dict[str, Any]
+) -> None:
+    """One slot, and blocks for one request: the next has both in step N+1, which is planned before N has computed.
+    N must read the table of the one that it is planned for, and write into nobody else's blocks."""
+    with start(device=device, max_num_seqs=1, num_blocks=14, enable_prefix_caching=False, **options) as engine:
+        compute, numbers, overtaken = engine._executor.compute, iter(range(1, 10**6)), []
+
+        def late(*args: Any) -> None:
+            ahead = next(numbers) + engine.depth - 1
+            if device == "cuda":
+                torch.cuda._sleep(2_000_000)  # about 1 ms, in which the next steps are planned
+            latest = time.monotonic() + 2
+            while device == "cpu" and engine._num_launched < ahead and engine.scheduler.has_work:
+                assert time.monotonic() < latest, "nothing is planned while a step runs"
+                time.sleep(0.0001)
+            overtaken.append(engine._num_launched >= ahead)
+            compute(*args)
+
+        engine._executor.compute = late  # type: ignore[method-assign]
+        handles = [engine.submit(prompt, greedy()) for prompt in prompts()]
+        assert [tokens(handle) for handle in handles] == alone(device=device)
+        assert device == "cuda" or sum(overtaken) >= len(overtaken) - engine.depth  # all but the last ones
+        at_rest(engine)
+
+
 @pytest.mark.parametrize("way", ["swap", "recompute", "measured"])
 @pytest.mark.parametrize("options", [{}, {"schedule": "sync"}, {"depth": 4}, {"enable_prefix_caching": False}])
 def test_tokens_equal_solo_by_swapping_and_by_computing_again(

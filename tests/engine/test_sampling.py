@@ -23,6 +23,8 @@ from cbatch.errors import InvalidRequestError
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import VOCAB_SIZE, make_tiny
+from tests.test_sampler import chi_square_p
+from tests.test_sampler import expected as expected_distribution
 from tests.waiting import tokens
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -322,6 +324,34 @@ def test_a_seed_gives_its_tokens_in_any_company(model: nn.Module, options: dict[
         assert bool(engine.stats()["num_preemptions"]) == ("num_blocks" in options)
     assert torch.equal(before, torch.random.get_rng_state())
     assert others == (random.getstate(), repr(np.random.get_state()))
+
+
+class SteadyModel(CountingModel):
+    """Has the same logits ``steady`` for every token of every request."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=64)
+        self.steady = 2 * torch.randn(64, generator=torch.Generator().manual_seed(7))
+        self._on_device = self.steady.to(self.device)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: object) -> Tensor:
+        return self._on_device.repeat(len(sample_rows), 1)
+
+
+def test_hundred_thousand_tokens_of_requests_follow_the_softmax_independently() -> None:
+    """The sampler is tested alone. That each token of each answer gets noise of its own is the engine's part: with one
+    position for all steps, every comparison of schedules would still hold, and answers would be one token repeated."""
+    filters = {"temperature": 1.3, "top_k": 30, "top_p": 0.95, "min_p": 0.01}
+    config = EngineConfig(max_num_seqs=128, block_size=16, num_blocks=1100, max_num_batched_tokens=256)
+    model = SteadyModel()
+    with Engine(model, config) as engine:
+        params = SamplingParams(n=1000, seed=5, max_tokens=100, ignore_eos=True, **filters)  # type: ignore[arg-type]
+        answers = engine.submit([1], params).result(120).outputs
+    found = np.array([answer.token_ids for answer in answers])
+    wanted = expected_distribution(model.steady, **filters)  # type: ignore[arg-type]
+    assert chi_square_p(np.bincount(found.ravel(), minlength=64), wanted) > 1e-3
+    for one, next_one in ((found[:, :-1], found[:, 1:]), (found[:-1], found[1:])):  # in an answer, between answers
+        assert (one == next_one).mean() == pytest.approx((wanted**2).sum(), abs=0.01)
 
 
 def test_children_draw_what_requests_with_their_seeds_would(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -130,6 +131,23 @@ def test_layers_of_several_shapes_share_a_step(paged_step, assert_near) -> None:
     for step in (plain, windowed, plain):
         actual = backend.attend(step.q, step.k, step.v, step.k_cache, step.v_cache, 1, **step.options)
         assert_near(actual, step.expected())
+
+
+def test_blocks_beyond_2_to_the_31_elements(paged_step) -> None:
+    """The same step in the lowest and in the highest blocks of a pool whose untouched pages cost no memory: equal."""
+    step = paged_step([(1, 200), (1, 64), (1, 17), (40, 100)], block_size=64, head_dim=64)
+    expected = step.run(TorchAttention())
+    num_blocks, page = step.k_cache.shape[0], step.k_cache.stride(0)
+    shift = -(-(2**31) // page)
+    pool = torch.from_numpy(np.zeros((shift + num_blocks, page), np.float32))
+    for name in ("k_cache", "v_cache"):
+        old = getattr(step, name)
+        new = torch.as_strided(pool, (len(pool), *old.shape[1:]), old.stride(), old.storage_offset())
+        new[shift:] = old
+        setattr(step, name, new)
+    step.batch.block_tables += shift
+    step.batch.slot_mapping += shift * 64
+    assert torch.equal(step.run(TorchAttention()), expected)
 
 
 @settings(max_examples=40, deadline=None)
