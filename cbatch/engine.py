@@ -163,9 +163,12 @@ class Engine:
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
             with self._building("interpreter"):
                 interpreter.hold()
-        self._delivery.start()
-        self._thread.start()
-        _open_engines.add(self)
+        try:
+            self._thread.start()  # the only one that is started here, where a Ctrl-C may come at any moment
+            _open_engines.add(self)
+        except BaseException:
+            self.close_soon()  # it may run already, and would keep the engine
+            raise
 
     @classmethod
     def from_model(
@@ -364,6 +367,7 @@ class Engine:
             self._changed.notify()
 
     def _main(self) -> None:
+        self._delivery.start()
         try:
             self.run()
         except BaseException as error:

@@ -31,6 +31,7 @@ from cbatch.errors import (
 from cbatch.intake import Draft
 from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from tests.api.programs import wait_until
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
 
@@ -407,6 +408,22 @@ def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
             engine.submit_beam_search([1], BeamSearchParams(2, 4), "mine")
     assert not engine.abort("mine") and not engine._live and not engine._inbox and not len(engine._backlog)
     assert tokens(engine.submit([1], greedy(), "mine")) == counted(1, 8)
+
+
+def test_ctrl_c_while_it_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the lane and of delivery waited for ever; the loop's own also kept the engine, and so its memory."""
+    start, before = threading.Thread.start, set(threading.enumerate())
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():  # which gets the signal
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Engine(CountingModel(), EngineConfig(num_blocks=8))
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_close_ends_what_runs_and_may_be_repeated(counting_engine: Start) -> None:
