@@ -388,7 +388,7 @@ def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pyte
     assert not engine.is_healthy
 
 
-@pytest.mark.parametrize("where", ["enter", "notify"])
+@pytest.mark.parametrize("where", ["enter", "_ring"])
 def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
     counting_engine: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -400,7 +400,7 @@ def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._backlog if where == "enter" else engine._changed, where, interrupt)
+        patch.setattr(engine._backlog if where == "enter" else engine, where, interrupt)
         for params in (greedy(), SamplingParams(n=3, max_tokens=4)):
             with pytest.raises(KeyboardInterrupt):
                 engine.submit([1], params, "mine")
@@ -408,6 +408,25 @@ def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
             engine.submit_beam_search([1], BeamSearchParams(2, 4), "mine")
     assert not engine.abort("mine") and not engine._live and not engine._inbox and not len(engine._backlog)
     assert tokens(engine.submit([1], greedy(), "mine")) == counted(1, 8)
+
+
+def test_ctrl_c_as_the_loop_is_woken_loses_no_later_request(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a condition's ``notify`` it left a waiter that nobody was: the next request woke that, and waited."""
+    engine = counting_engine()
+    ring = engine._ring
+
+    def interrupted() -> None:
+        ring()
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        settle(engine)  # the loop is asleep
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "_ring", interrupted)
+            engine.submit([1], greedy())
+        assert tokens(engine.submit([1], greedy())) == counted(1, 8)
 
 
 def test_ctrl_c_while_it_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
