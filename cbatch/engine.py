@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -646,6 +646,9 @@ class Engine:
 
     def __enter__(self) -> Engine:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine, and what belongs to it, cannot be pickled or copied: build one in each process")
 
     def __exit__(self, *_: object) -> None:
         self.close()

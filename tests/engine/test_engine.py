@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -469,6 +471,15 @@ def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> No
     time.sleep(1.0)
     assert time.process_time() - cpu < 0.05
     assert tokens(engine.submit([1], greedy(2))) == [2, 3]
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_engine_cannot_be_copied_and_says_so(counting_engine: Start, copied: Callable[[object], object]) -> None:
+    """As an argument of another process, it failed with "Cannot access storage of OpaqueTensorImpl"."""
+    engine = counting_engine()
+    with pytest.raises(TypeError, match="build one in each process"):
+        copied(engine)
+    assert tokens(engine.submit([1], greedy())) == counted(1, 8)
 
 
 def test_first_request_may_come_late(counting_engine: Start) -> None:
