@@ -180,7 +180,7 @@ class Engine:
         those of ``EngineConfig``.
 
         Raises:
-            ConfigError: an unknown option, or one out of range.
+            ConfigError: an unknown option, one out of range, or too little memory.
             ModelNotFoundError: nothing answers to the name.
             UnsupportedModelError: the model would not give right tokens here.
         """
@@ -189,7 +189,18 @@ class Engine:
         if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
             # The caller may train it beside the engine, which would make the cache stale without a sign.
             config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
-        loaded, tokenizer = resolve_model(model, tokenizer, config)
+        try:
+            loaded, tokenizer = resolve_model(model, tokenizer, config)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            _forget_frames(error)  # which hold what was loaded
+            if torch.cuda.device_count():
+                free([])
+            name = type(model).__name__ if isinstance(model, torch.nn.Module) else model
+            raise ConfigError(
+                f"{name}: no memory left for the model itself, with dtype={config.dtype}: {error}"
+            ) from error
         seconds = time.perf_counter() - begin
         try:
             engine = cls(loaded, config, tokenizer)
