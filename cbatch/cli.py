@@ -72,7 +72,7 @@ Stop = Annotated[list[str] | None, typer.Option(help="End an answer before this 
 JsonSchema = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, help="Answer with JSON by the schema in this file; needs cbatch[grammar]."
+        exists=True, dir_okay=False, help="Answer with JSON by the schema in this file; needs the extra 'grammar'."
     ),
 ]
 Regex = Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole; likewise.")]

@@ -23,11 +23,11 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -150,7 +150,7 @@ class Engine:
         # Between threads. The lock guards what stands in this block; it is held for a few statements at a time.
         # Reentrant, since the garbage collector may close an engine inside any statement of ours.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # something is in the inbox, or the engine closes
+        self._bell = threading.Lock()  # the sleeping loop acquires it; ``_ring`` releases it
         self._inbox: list[tuple[str, Sequence | None]] = []
         self._live: dict[str, RequestHandle] = {}
         self._backlog = Backlog(config.max_queue_size)
@@ -164,9 +164,12 @@ class Engine:
         if self._lane.kind == "gpu":  # on the CPU a step is longer than any collection
             with self._building("interpreter"):
                 interpreter.hold()
-        self._delivery.start()
-        self._thread.start()
-        _open_engines.add(self)
+        try:
+            self._thread.start()  # the only one that is started here, where a Ctrl-C may come at any moment
+            _open_engines.add(self)
+        except BaseException:
+            self.close_soon()  # it may run already, and would keep the engine
+            raise
 
     @classmethod
     def from_model(
@@ -178,7 +181,7 @@ class Engine:
         those of ``EngineConfig``.
 
         Raises:
-            ConfigError: an unknown option, or one out of range.
+            ConfigError: an unknown option, one out of range, or too little memory.
             ModelNotFoundError: nothing answers to the name.
             UnsupportedModelError: the model would not give right tokens here.
         """
@@ -187,7 +190,18 @@ class Engine:
         if isinstance(model, torch.nn.Module) and config.enable_prefix_caching is None:
             # The caller may train it beside the engine, which would make the cache stale without a sign.
             config = replace(config, enable_prefix_caching=config.scheduling_policy == "longest_prefix")
-        loaded, tokenizer = resolve_model(model, tokenizer, config)
+        try:
+            loaded, tokenizer = resolve_model(model, tokenizer, config)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            _forget_frames(error)  # which hold what was loaded
+            if torch.cuda.device_count():
+                free([])
+            name = type(model).__name__ if isinstance(model, torch.nn.Module) else model
+            raise ConfigError(
+                f"{name}: no memory left for the model itself, with dtype={config.dtype}: {error}"
+            ) from error
         seconds = time.perf_counter() - begin
         try:
             engine = cls(loaded, config, tokenizer)
@@ -241,10 +255,10 @@ class Engine:
         self._backlog.expire()
         if not (self._inbox or self._closing) and (self._in_flight or self.scheduler.has_work):
             return True
-        with self._changed:
-            while not (self._inbox or self._closing or self._in_flight or self.scheduler.has_work):
-                self._lane.idle()
-                self._changed.wait()
+        while not (self._inbox or self._closing or self._in_flight or self.scheduler.has_work):
+            self._lane.idle()
+            self._bell.acquire()
+        with self._lock:
             inbox, self._inbox = self._inbox[:_MAX_ORDERS], self._inbox[_MAX_ORDERS:]
             closing = self._closing
         for order, sequence in inbox:
@@ -262,6 +276,14 @@ class Engine:
                 self.scheduler.add(sequence)
                 self._backlog.watch(_handle(sequence))
         return not closing
+
+    def _ring(self) -> None:
+        """Wake the loop, or keep it from falling asleep: something is in the inbox, or the engine closes.
+
+        In one step: a Ctrl-C inside a condition's ``notify`` can have the next one wake nobody.
+        """
+        with suppress(RuntimeError):  # it has been rung already
+            self._bell.release()
 
     def launch(self) -> Step | None:
         """Plan the next batch and start it. Waits for nothing."""
@@ -359,11 +381,12 @@ class Engine:
         self._delivery.put(results)
 
     def _delivery_failed(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error, self._closing = error, True
-            self._changed.notify()
+            self._ring()
 
     def _main(self) -> None:
+        self._delivery.start()
         try:
             self.run()
         except BaseException as error:
@@ -474,7 +497,7 @@ class Engine:
                     self._live[name] = handle
                     self._backlog.enter(handle.children)
                     self._inbox += [("add", sequence) for sequence in sequences]
-                    self._changed.notify()
+                    self._ring()
                 except BaseException:  # Ctrl-C in the middle: it is taken whole, or not at all
                     self._live.pop(name, None)
                     for child in handle.children:
@@ -512,7 +535,7 @@ class Engine:
                 del self._live[handle.parent_id]
             if aborted and not self._closing:
                 self._inbox.append(("abort", handle.sequence))
-                self._changed.notify()
+                self._ring()
         if not isinstance(handle, BeamHandle):  # of a search the loop may still ask
             handle.sequence = None  # whose payload it is: they would hold each other until the collector comes by
 
@@ -601,11 +624,11 @@ class Engine:
         Raises:
             EngineClosedError, EngineDeadError: the engine runs no more.
         """
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise self._ending()
             self._inbox.append(("reset", None))
-            self._changed.notify()
+            self._ring()
 
     def close(self) -> None:
         """End the loop and give the memory back. Requests that still run get ``EngineClosedError``.
@@ -619,9 +642,9 @@ class Engine:
 
     def close_soon(self) -> None:
         """``close`` without waiting: for finalizers, which run in whatever thread collects, under whatever locks."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify()
+            self._ring()
 
     def _free(self) -> None:
         """Drop weights, pages and buffers, or have it done by an engine that is being built at this moment.
@@ -637,6 +660,9 @@ class Engine:
 
     def __enter__(self) -> Engine:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine, and what belongs to it, cannot be pickled or copied: build one in each process")
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -682,7 +708,6 @@ def _forget_engines() -> None:
     """In a forked child no thread of ours runs, and a lock may be held for ever: the engines there are closed."""
     for engine in list(_open_engines):
         engine._lock = threading.RLock()
-        engine._changed = threading.Condition(engine._lock)
         engine._closing = True
         for handle in engine._live.values():
             for child in handle.children:

@@ -128,13 +128,14 @@ class Grammars:
             # Models often pad the vocabulary for alignment; some tokenizers have more tokens than their model.
             num_tokens = max(self._vocab_size, max(ids) + 1)
             try:
-                self._vocabulary = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=self._eos_token_ids)
+                vocabulary = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=self._eos_token_ids)
             except Exception as error:  # llguidance does not know this kind of tokenizer
                 raise InvalidRequestError(f"structured_outputs cannot be had with this tokenizer: {error}") from error
-            self.num_words = -(-self._vocabulary.vocab_size // 32)
+            self.num_words = -(-vocabulary.vocab_size // 32)
             self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()
             self._limits = llguidance.LLParserLimits(verbose_errors=False)
+            self._vocabulary = vocabulary  # last: after a Ctrl-C in here, the next request reads it again
         return self._vocabulary
 
 

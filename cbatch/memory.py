@@ -99,8 +99,9 @@ def measure_peak_bytes(model: Model, num_tokens: int, num_samples: int) -> int:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether the device was out of memory. CUDA, cuBLAS and Triton have no exception class for it, only messages."""
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "ALLOC_FAILED" in str(error))
+    """Whether the device was out of memory. CUDA, cuBLAS, Triton and torch's CPU have no exception class for it."""
+    messages = "out of memory", "ALLOC_FAILED", "can't allocate memory"
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
 def available_memory_bytes() -> int:

@@ -106,9 +106,10 @@ class CpuLane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last_end: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"{THREAD_PREFIX}compute", daemon=True)
-        self._thread.start()
 
     def launch(self, io: IOBuffer, compute: Callable[[], None], marks: Any = None, held: bool = False) -> None:
+        if self._thread.ident is None:  # not where the lane is made: a Ctrl-C there would leave the thread behind
+            self._thread.start()
         io.lane_state.landed.clear()
         io.lane_state.marks = marks
         self._jobs.put(_Job(io, compute, io.h2d, True, not held))
@@ -134,7 +135,7 @@ class CpuLane:
 
     def close(self) -> None:
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ from cbatch import (
 )
 
 
-class Ask(BaseModel):
+class Ask(BaseModel, extra="forbid"):  # what would be ignored is refused
     prompt: str
     max_tokens: int = 64
     temperature: float = 1.0

@@ -196,15 +196,13 @@ class InterleavedGenerator:
             raise PromptTooLongError(
                 f"a prompt of {length} tokens and max_new_tokens={limit}, but the model has {most} positions"
             )
-        if not self._busy.acquire(blocking=False):
+        if self._busy.locked():
             raise CBatchError(
                 "generate is running already, in another thread or in a streamer's put; this class computes one batch "
                 "at a time"
             )
-        try:
+        with self._busy:  # ``acquire`` and ``try`` would leave it locked after a Ctrl-C between them
             new = self._run(prompt, mask, choice, limit, generator, streamer)
-        finally:
-            self._busy.release()
         if isinstance(texts, Tensor):
             return torch.cat((prompt, new), 1)
         decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)

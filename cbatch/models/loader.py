@@ -131,9 +131,12 @@ def _find_weights(name: str) -> str:
     if os.path.isdir(path):
         return path
     if name in shape_names() and not os.path.exists(path):
-        raise ModelNotFoundError(f"{name!r} is a shape without weights: use it with load_format='dummy'")
+        raise ModelNotFoundError(
+            f"{name!r} is a shape without weights: use it with load_format='dummy' (cbatch bench: --load-format dummy)"
+        )
     if os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"no model folder at {name!r} (aliases: {DEMO!r}; else a folder or a hub name)")
+        found = "a file, not a model folder," if os.path.isfile(path) else "no model folder"
+        raise ModelNotFoundError(f"{found} at {name!r} (aliases: {DEMO!r}; else a folder or a hub name)")
     return name
 
 

@@ -53,6 +53,11 @@ def test_help_of_every_command(run, command):
     assert "Usage:" in run(*command, "--help").stdout
 
 
+def test_help_names_the_extra_for_grammars(run):
+    """In brackets, as pip takes it, rich took it for markup, and the help said "needs cbatch"."""
+    assert "'grammar'" in run("generate", "--help").stdout
+
+
 def test_generate_ends_before_a_stop_string(run, tiny_model):
     options = ("--model", tiny_model, "--max-tokens", 30, "--temperature", 0)
     text = run("generate", "hello", *options).stdout.removesuffix("\n")

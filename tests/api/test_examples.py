@@ -123,6 +123,7 @@ async def test_server_streams_refuses_and_aborts_when_the_client_goes_away(tiny_
         assert refused.status_code == 400
         assert "temperature=-1.0" in refused.json()["detail"]
         assert (await client.post("/generate", json={**ask, "prompt": "hello " * 3000})).status_code == 400
+        assert (await client.post("/generate", json={**ask, "top_p": 0.5})).status_code == 422  # it was ignored
 
         # Lets go: a client that leaves in the middle frees its place long before its 2,000 tokens are over.
         async with client.stream("POST", "/generate", json={**ask, "max_tokens": 2000}) as response:

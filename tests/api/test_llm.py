@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 
 from cbatch import (
     LLM,
@@ -314,3 +315,20 @@ def test_model_by_name_of_a_folder(tiny_model):
 def test_tokenizer_by_name_of_a_folder(tiny_model):
     with make(tokenizer=str(tiny_model)) as llm:
         assert llm.generate("hello", GREEDY)[0].prompt_token_ids == TOKENIZER.encode("hello")
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA out of memory. Tried to allocate 2.00 GiB.", "can't allocate memory: you tried"]
+)
+def test_model_that_does_not_fit_is_told_like_an_engine_that_does_not(monkeypatch, message):
+    """The first error of who takes too large a model for the card was torch's own, from deep within the loading."""
+
+    def load(*_):
+        raise torch.OutOfMemoryError(message) if "CUDA" in message else RuntimeError(message)
+
+    monkeypatch.setattr("cbatch.engine.resolve_model", load)
+    with pytest.raises(ConfigError, match=r"^big/model: no memory left for the model itself.*dtype=float16.*memory"):
+        LLM("big/model", dtype="float16")
+    monkeypatch.setattr("cbatch.engine.resolve_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LLM("big/model")

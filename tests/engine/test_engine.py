@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -31,6 +33,7 @@ from cbatch.errors import (
 from cbatch.intake import Draft
 from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
+from tests.api.programs import wait_until
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
 from tests.waiting import settle, tokens
@@ -400,7 +403,7 @@ def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pyte
     assert not engine.is_healthy
 
 
-@pytest.mark.parametrize("where", ["enter", "notify"])
+@pytest.mark.parametrize("where", ["enter", "_ring"])
 def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
     counting_engine: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -412,7 +415,7 @@ def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._backlog if where == "enter" else engine._changed, where, interrupt)
+        patch.setattr(engine._backlog if where == "enter" else engine, where, interrupt)
         for params in (greedy(), SamplingParams(n=3, max_tokens=4)):
             with pytest.raises(KeyboardInterrupt):
                 engine.submit([1], params, "mine")
@@ -420,6 +423,41 @@ def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
             engine.submit_beam_search([1], BeamSearchParams(2, 4), "mine")
     assert not engine.abort("mine") and not engine._live and not engine._inbox and not len(engine._backlog)
     assert tokens(engine.submit([1], greedy(), "mine")) == counted(1, 8)
+
+
+def test_ctrl_c_as_the_loop_is_woken_loses_no_later_request(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a condition's ``notify`` it left a waiter that nobody was: the next request woke that, and waited."""
+    engine = counting_engine()
+    ring = engine._ring
+
+    def interrupted() -> None:
+        ring()
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        settle(engine)  # the loop is asleep
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine, "_ring", interrupted)
+            engine.submit([1], greedy())
+        assert tokens(engine.submit([1], greedy())) == counted(1, 8)
+
+
+def test_ctrl_c_while_it_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of the lane and of delivery waited for ever; the loop's own also kept the engine, and so its memory."""
+    start, before = threading.Thread.start, set(threading.enumerate())
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():  # which gets the signal
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Engine(CountingModel(), EngineConfig(num_blocks=8))
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_close_ends_what_runs_and_may_be_repeated(counting_engine: Start) -> None:
@@ -452,6 +490,15 @@ def test_idle_engine_uses_no_cpu_and_wakes_at_once(counting_engine: Start) -> No
         waits.append(metrics.first_scheduled_time - metrics.arrival_time)
         time.sleep(0.003)
     assert sorted(waits)[10] < 1e-3  # the others may have waited for a core
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_engine_cannot_be_copied_and_says_so(counting_engine: Start, copied: Callable[[object], object]) -> None:
+    """As an argument of another process, it failed with "Cannot access storage of OpaqueTensorImpl"."""
+    engine = counting_engine()
+    with pytest.raises(TypeError, match="build one in each process"):
+        copied(engine)
+    assert tokens(engine.submit([1], greedy())) == counted(1, 8)
 
 
 def test_first_request_may_come_late(counting_engine: Start) -> None:

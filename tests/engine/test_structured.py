@@ -662,6 +662,24 @@ def test_without_the_extra_the_error_says_what_to_install(
         assert len(tokens(engine.submit([5], SamplingParams(max_tokens=3, ignore_eos=True)))) == 3
 
 
+def test_ctrl_c_while_the_vocabulary_is_read_spoils_no_later_grammar(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept as read, without what belongs to it: each later grammar of the engine failed for the lack of that."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["cat"]))
+    with start(model, tokenizer) as engine:
+        for part in ("LLTokenizer", "LLExecutor", "LLParserLimits"):
+            with monkeypatch.context() as patch:
+                patch.setattr(llguidance, part, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.submit([3], params)
+        assert answer(engine.submit([3], params)).text == "cat"
+
+
 def test_model_with_fewer_tokens_than_its_tokenizer(tokenizer: PreTrainedTokenizerFast, device: str) -> None:
     """llguidance's masks are then longer than the model's."""
     assert len(tokenizer) == 324

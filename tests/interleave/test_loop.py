@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,37 @@ def test_ctrl_c_in_the_middle_leaves_the_generator_usable(tiny: Make, device: st
     with pytest.raises(KeyboardInterrupt):
         made.generate(ids, mask, 20, streamer=Impatient())
     assert made.generate(ids, mask, 20).tolist() == expected(made.model, ids, mask, 20).tolist()
+
+
+def test_ctrl_c_at_any_line_of_a_call_leaves_the_generator_usable(tiny: Make) -> None:
+    """Between taking the lock and the ``try`` that gave it back, it stayed taken: all later calls were refused."""
+    made = InterleavedGenerator(tiny("llama"))
+    ids, mask = prompts("cpu")
+    before, first = sys.gettrace(), made.generate(ids, mask, 2)
+    done: set[int] = set()  # lines that were interrupted
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code.co_name != "generate" or frame.f_code.co_filename != generator.__file__:
+            return trace if frame.f_code.co_name == "decorate_context" else None
+        if event == "line" and frame.f_lineno not in done:
+            done.add(frame.f_lineno)
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    while True:
+        num_done = len(done)
+        sys.settrace(trace)
+        try:
+            made.generate(ids, mask, 2)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert made.generate(ids, mask, 2).equal(first)
+        if len(done) == num_done:
+            break
+    assert len(done) > 20
 
 
 def test_a_call_within_inference_mode_leaves_nothing_of_it_behind(tiny: Make, device: str) -> None:

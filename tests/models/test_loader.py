@@ -94,9 +94,11 @@ def test_a_shape_has_no_weights_and_no_tokenizer():
 
 
 def test_what_is_not_there_is_named(tmp_path, folder):
-    for path in ("./nowhere", str(tmp_path / "nowhere"), folder / "config.json"):
+    for path in ("./nowhere", str(tmp_path / "nowhere")):
         with pytest.raises(ModelNotFoundError, match="no model folder at"):
             load_model(path)
+    with pytest.raises(ModelNotFoundError, match="a file, not a model folder, at"):
+        load_model(folder / "config.json")
     with pytest.raises(ModelNotFoundError, match=f"no config .* tried the folder '{tmp_path}'"):
         load_model(tmp_path)
     with pytest.raises(ModelNotFoundError, match="no config"):
