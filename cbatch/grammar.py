@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError
 from cbatch.sampling_params import StructuredOutputsParams
-from cbatch.tokenizer import lock_of, special_ids
+from cbatch.tokenizer import lock_of
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
 _MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of the grammar, which may be long
-# Appended to a user's grammar; the last setting wins. If only one text can follow, llguidance computes all of it at
-# once, which never ends for a rule such as `a: /x+/ a`. JSON, regexes and choices have no such rules.
-_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# In every grammar; the last setting wins. Where only one text can follow, llguidance would compute all of it at each
+# token: 25 ms for 100,000 characters, for ever for a rule such as `a: /x+/ a`. It would then allow only the tokenizer's
+# encoding of it, which may be a special token, which the grammar rejects.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 class Grammars:
@@ -40,7 +41,6 @@ class Grammars:
         self.num_words = 0  # int32 words of each mask that ``fill`` writes, once the vocabulary has been read
         self._executor: LLExecutor
         self._limits: LLParserLimits
-        self._specials: frozenset[int] = frozenset()
 
     def matcher(self, asked: StructuredOutputsParams, label: str) -> LLMatcher:
         """A grammar's initial state, for one answer to advance.
@@ -93,28 +93,6 @@ class Grammars:
         elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
-    def spell_out(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
-        """If ``mask [num_words]`` forces a special token for its text, force the first token that spells it instead.
-
-        If one text alone can follow, llguidance forces the tokenizer's encoding of it. That may be a special token,
-        which the grammar then rejects as no text; an end of sequence would end the answer. Not for a user's grammar,
-        where nothing is forced.
-        """
-        if np.count_nonzero(mask) != 1:
-            return
-        index = int(mask.nonzero()[0][0])
-        word = int(mask[index]) & 0xFFFFFFFF
-        token = 32 * index + word.bit_length() - 1
-        if word & (word - 1) or token not in self._specials or matcher.is_accepting():
-            return
-        if matcher.validate_tokens([token]):  # the grammar names the special token
-            return
-        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
-        assert self._vocabulary is not None
-        if spelled := self._vocabulary.greedy_tokenize(text):
-            mask[index] = 0
-            mask[spelled[0] // 32] = np.uint32(1 << spelled[0] % 32).view(np.int32)
-
     def _read_vocabulary(self, label: str) -> LLTokenizer:
         if self._vocabulary is None:
             import llguidance
@@ -138,7 +116,6 @@ class Grammars:
                     f"{label}: structured_outputs cannot be had with this tokenizer: {error}"
                 ) from error
             self.num_words = -(-self._vocabulary.vocab_size // 32)
-            self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()
             self._limits = llguidance.LLParserLimits(verbose_errors=False)
         return self._vocabulary
@@ -154,16 +131,23 @@ def _source(asked: StructuredOutputsParams) -> str:
         options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             options["whitespace_pattern"] = asked.whitespace_pattern
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return _without_forcing(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
     if asked.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(asked.regex)
+        return _without_forcing(llguidance.LLMatcher.grammar_from_regex(asked.regex))
     if asked.choice is not None:
         # One terminal, since the parser tries each alternative of a rule in every row, and takes at most 2,000. JSON's
         # ASCII, since the grammar reader refuses a raw DEL.
         texts = " | ".join(map(json.dumps, asked.choice))
-        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        return f"start: CHOICE\nCHOICE: {texts}\n{_NO_FORCING}"
     assert asked.grammar is not None
-    return llguidance.grammar_from("grammar", asked.grammar) + _NO_FORCING
+    return llguidance.grammar_from("grammar", asked.grammar) + f"\n{_NO_FORCING}"
+
+
+def _without_forcing(grammars: str) -> str:
+    """llguidance's JSON of one grammar, with a second one that nothing refers to; its setting counts for both."""
+    found = json.loads(grammars)
+    found["grammars"].append({"lark_grammar": f'start: ""\n{_NO_FORCING}'})
+    return json.dumps(found)
 
 
 def _name(asked: StructuredOutputsParams) -> str:

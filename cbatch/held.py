@@ -51,7 +51,6 @@ class HeldRow:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
         self.matcher = matcher
-        self.is_forced = params.structured_outputs is not None and params.structured_outputs.grammar is None
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ends = bit_mask(eos_token_ids) if eos_token_ids else np.zeros(0, np.int32)
@@ -182,8 +181,6 @@ class Held:
         for i, (handle, held, matcher, slot) in enumerate(rows):
             mask = masks[i, : self._num_words]
             try:
-                if held.is_forced:
-                    self._grammars.spell_out(matcher, masks[i])
                 held.narrow(mask)
                 held.mask_has_0 = _has(mask, 0)
             except ValueError as error:
