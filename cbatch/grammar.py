@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,25 @@ _MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
+# llguidance's compiler calls itself for each rule or definition that another one leads to, and where the stack ends, so
+# does the process: with 8 MiB, some 900 definitions in a row. The most that ``MAX_CHARS`` allow take 64 MiB.
+_STACK_BYTES = 128 << 20  # of addresses; the system gives memory as it is used
+_stack_size = threading.Lock()  # the size is the process's
+_T = TypeVar("_T")
+
+
+def _on_a_deep_stack(call: Callable[[], _T]) -> _T:
+    """Calls it in a thread of its own, and waits for it."""
+    with ThreadPoolExecutor(1) as pool:
+        with _stack_size:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                called = pool.submit(call)
+            finally:
+                threading.stack_size(before)
+        return called.result()
+
+
 class Grammars:
     """The grammars over one tokenizer, cached by their parameters. Thread-safe."""
 
@@ -45,7 +65,7 @@ class Grammars:
     def matcher(self, asked: StructuredOutputsParams, label: str) -> LLMatcher:
         """A grammar's initial state, for one answer to advance.
 
-        Compiles a new grammar, which takes milliseconds, or seconds if it is huge. The first call also reads the
+        Compiles a new grammar, which takes milliseconds, or a second if it is huge. The first call also reads the
         vocabulary, which takes some 0.2 s.
 
         Raises:
@@ -62,16 +82,17 @@ class Grammars:
             if (start := self._cache.get(asked)) is not None:
                 self._cache.move_to_end(asked)
                 return start.deep_copy()
+
+        def compiled() -> LLMatcher:
+            found = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
+            if not found.is_error():  # a first mask shows whether the grammar allows any text
+                self.fill([(found, 0)], np.empty((1, self.num_words), np.int32))
+            if found.is_error():
+                raise ValueError(first_lines(found.get_error()))
+            return found
+
         try:
-            text = _source(asked)
-        except ValueError as error:
-            raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
-        start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=self._limits)
-        try:
-            if not start.is_error():  # a first mask shows whether the grammar allows any text
-                self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
-            if start.is_error():
-                raise ValueError(first_lines(start.get_error()))
+            start = _on_a_deep_stack(compiled)
         except ValueError as error:
             raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
         with self._lock:

@@ -9,8 +9,9 @@ The state here advances only by landed tokens that count, in order: preemption, 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class HeldRow:
         matcher: LLMatcher | None,
         *,
         eos_token_ids: Sequence[int],
-        stop_ids: Sequence[int],  # end the answer; forbidden before min_tokens other tokens
+        stop_ids: Collection[int],  # end the answer; forbidden before min_tokens other tokens
         bad_word_ids: Sequence[Sequence[int]],
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -62,17 +63,25 @@ class HeldRow:
         self.mask_has_0 = False  # whether the last mask allows token 0
         self.has_failed = False  # later tokens do not count
 
+    def copy(self) -> HeldRow:
+        """The same for another answer to the prompt, of which there is no token yet: the masks are shared."""
+        other = copy.copy(self)
+        other.token_ids = []
+        other.matcher = self.matcher and self.matcher.deep_copy()
+        return other
+
     def accept(self, token: int, first_logit: float) -> None:
         """Append a token. ``first_logit``: token 0's after the processors. Raises ValueError if it is not allowed here.
 
         From logits that are all -inf the device draws token 0; any other token is allowed.
         """
-        if token == 0 and self.processors:
+        if token == 0:
             is_grammar = self.matcher is not None
             is_allowed = self.mask_has_0 if is_grammar else not self._is_forbidden(0)
-            if first_logit == -math.inf or not is_allowed:
+            if not is_allowed or (self.processors and first_logit == -math.inf):
+                who = "logits_processors" if self.processors else "the model"
                 others = "the grammar allows" if is_grammar else "the other parameters allow"
-                raise ValueError(f"logits_processors left no token that {others} here")
+                raise ValueError(f"{who} left no token that {others} here")
         self.token_ids.append(token)
         if self.matcher is None or self._has_ended:
             return
@@ -178,7 +187,7 @@ class Held:
             masks = np.empty((len(rows), num_words), np.int32)
         self._grammars.fill([(matcher, i) for i, (_, _, matcher, _) in enumerate(rows)], masks)
         count = 0
-        for i, (handle, held, matcher, slot) in enumerate(rows):
+        for i, (handle, held, _, slot) in enumerate(rows):
             mask = masks[i, : self._num_words]
             try:
                 held.narrow(mask)

@@ -60,10 +60,9 @@ class Draft:
     common: Common
     params: SamplingParams
     prompt_ids: list[int]  # shared by all answers
-    stop_ids: tuple[int, ...]
-    bad_word_ids: list[tuple[int, ...]]
+    stop_ids: frozenset[int]  # shared, too
     encoded: list[Encoded]
-    matchers: list[LLMatcher | None]
+    held: list[HeldRow | None]
     texts: list[TextUntilStop | None]
 
     @property
@@ -85,15 +84,7 @@ class Draft:
             name, prompt_ids, params, self.intake.tokenizer, ended, self.texts[i], request_id, i, of_prompt
         )
         handle.upload = state.upload
-        if state.flags & HELD:
-            handle.held = HeldRow(
-                prompt_ids,
-                params,
-                self.matchers[i],
-                eos_token_ids=self.intake.eos_token_ids,
-                stop_ids=self.stop_ids,
-                bad_word_ids=self.bad_word_ids,
-            )
+        handle.held = self.held[i]
         handle.sequence = Sequence(
             common.prompt,
             common.max_len,
@@ -155,7 +146,7 @@ class Intake:
         params = self.default_sampling_params if params is None else self._limits.params(params, request_id)
         common = self._common(prompt, params, request_id, **options)
         bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
-        stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
+        stop_ids = frozenset((*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids))
         banned = self._limits.bans(params, bad_words, stop_ids, request_id)
         seed = params.seed
         if seed is None:
@@ -163,10 +154,20 @@ class Intake:
                 seed = int(self._seeds.integers(2**64, dtype=np.uint64))
         first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
         encoded = [first.with_seed(seed + i) for i in range(params.n)]
-        matchers = [self._matcher(params, request_id) for _ in encoded]
         prompt_ids: list[int] = prompt.tolist()
+        held: HeldRow | None = None
+        if first.flags & HELD:
+            held = HeldRow(
+                prompt_ids,
+                params,
+                self._matcher(params, request_id),
+                eos_token_ids=self.eos_token_ids,
+                stop_ids=stop_ids,
+                bad_word_ids=banned,
+            )
+        rows = [held and held.copy() for _ in encoded]
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
-        return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
+        return Draft(self, common, params, prompt_ids, stop_ids, encoded, rows, texts)
 
     def beam_search(
         self, prompt_token_ids: Iterable[int], params: BeamSearchParams, request_id: str | None, **options: Any

@@ -614,6 +614,37 @@ def test_rule_that_no_text_satisfies_goes_on_to_the_full_length(
     assert set(threading.enumerate()) == threads
 
 
+def chain(kind: str, length: int) -> StructuredOutputsParams:
+    """Definitions, or rules, each of which leads to the next."""
+    if kind == "grammar":
+        rules = [f'r{i}:r{i + 1} "b"' for i in range(length)]
+        return StructuredOutputsParams(grammar="\n".join(["start: r0", *rules, f'r{length}: "a"']))
+    nested: dict[str, Any] = {"$ref": "#/$defs/0"}
+    defs: dict[str, Any] = {}
+    for i in range(length // 100):
+        defs[str(i)] = {"$ref": f"#/$defs/{i + 1}"}
+        for _ in range(100):
+            defs[str(i)] = {"items": defs[str(i)]}
+    return StructuredOutputsParams(json={"$defs": {**defs, str(length // 100): {}}, **nested})
+
+
+@pytest.mark.parametrize(("kind", "length"), [("json", 3000), ("json", 7000), ("grammar", 6200)])
+def test_chain_of_definitions_does_not_end_the_process(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, kind: str, length: int
+) -> None:
+    """llguidance's compiler calls itself for each, and 900 of them overran the stack of 8 MiB: a schema of 60,000
+    characters from one client was the end of everybody's engine, without a word."""
+    params = SamplingParams(structured_outputs=chain(kind, length), max_tokens=3)
+    sizes = threading.stack_size()
+    with start(model, tokenizer) as engine:
+        if length == 7000:
+            with pytest.raises(InvalidRequestError, match="schema too large"):
+                engine.submit([5], params)
+        else:
+            assert len(tokens(engine.submit([5], params))) > 0
+    assert threading.stack_size() == sizes
+
+
 def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
     """llguidance quotes the line that is wrong, and a line may be a megabyte."""
     deep = "start: " + 5000 * "(" + '"a"' + 5000 * ")"
@@ -643,6 +674,14 @@ def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTo
         ({"choice": "ab"}, "structured_outputs.choice='ab' must be a list"),
         ({"choice": ["a", ""]}, "empty string"),
         ({"grammar": 5}, "structured_outputs.grammar=5"),
+        ({"json": {"const": "x" * 99_990}}, "structured_outputs.json has 100003 characters, but the limit is 100000"),
+        ({"json": "{" * 100_001}, "structured_outputs.json has 100001 characters, but the limit is 100000"),
+        ({"regex": "x" * 100_001}, "structured_outputs.regex has 100001 characters, but the limit is 100000"),
+        ({"grammar": "x" * 100_001}, "structured_outputs.grammar has 100001 characters, but the limit is 100000"),
+        (
+            {"choice": ["x" * 999_999, "yy"]},
+            "structured_outputs.choice has 1000001 characters, but the limit is 1000000",
+        ),
         ({"json_object": 3}, "structured_outputs.json_object=3"),
         ({"json_object": 1}, "structured_outputs.json_object=1 must be True or None"),
         (
