@@ -495,7 +495,7 @@ def test_bad_words_count_with_and_without_a_space_in_front() -> None:
 
     with Engine(CountingModel(), EngineConfig(max_num_seqs=2, block_size=4, num_blocks=33), Spaced()) as engine:
         engine.submit([1], SamplingParams(bad_words=[str(i) for i in range(32)])).abort()
-        with pytest.raises(InvalidRequestError, match="bad_words makes 66 token sequences.*the limit is 64"):
+        with pytest.raises(InvalidRequestError, match=r"bad_words makes 66 token sequences.*the limit is 64"):
             engine.submit([1], SamplingParams(bad_words=[str(i) for i in range(33)]))
 
 
