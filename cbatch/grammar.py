@@ -63,7 +63,7 @@ class Grammars:
         self._limits: LLParserLimits
 
     def matcher(self, asked: StructuredOutputsParams, label: str) -> LLMatcher:
-        """A grammar's initial state, for one answer to advance.
+        """A grammar's initial state. It is shared: an answer advances a ``deep_copy``, of up to a MiB.
 
         Compiles a new grammar, which takes milliseconds, or a second if it is huge. The first call also reads the
         vocabulary, which takes some 0.2 s.
@@ -81,7 +81,7 @@ class Grammars:
             vocabulary = self._read_vocabulary(label)
             if (start := self._cache.get(asked)) is not None:
                 self._cache.move_to_end(asked)
-                return start.deep_copy()
+                return start
 
         def compiled() -> LLMatcher:
             found = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
@@ -99,7 +99,7 @@ class Grammars:
             self._cache[asked] = start
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        return start.deep_copy()
+        return start
 
     def fill(self, matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         """Write each matcher's allowed tokens into its row of ``masks [rows, num_words]``.

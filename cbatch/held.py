@@ -43,7 +43,7 @@ class HeldRow:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        matcher: LLMatcher | None,
+        start: LLMatcher | None,  # the grammar's initial state
         *,
         eos_token_ids: Sequence[int],
         stop_ids: Collection[int],  # end the answer; forbidden before min_tokens other tokens
@@ -51,7 +51,8 @@ class HeldRow:
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
-        self.matcher = matcher
+        self.start = start
+        self.matcher: LLMatcher | None = None  # advances; copied from ``start`` for the first token, as many may wait
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ends = bit_mask(eos_token_ids) if eos_token_ids else np.zeros(0, np.int32)
@@ -64,10 +65,9 @@ class HeldRow:
         self.has_failed = False  # later tokens do not count
 
     def copy(self) -> HeldRow:
-        """The same for another answer to the prompt, of which there is no token yet: the masks are shared."""
+        """The same for another answer to the prompt. They share what does not change."""
         other = copy.copy(self)
         other.token_ids = []
-        other.matcher = self.matcher and self.matcher.deep_copy()
         return other
 
     def accept(self, token: int, first_logit: float) -> None:
@@ -174,7 +174,9 @@ class Held:
             handle: RequestHandle = sequence.payload
             if sequence.epoch != epoch or (held := _running(handle)) is None:
                 continue
-            if held.matcher is not None:
+            if held.start is not None:
+                if held.matcher is None:
+                    held.matcher = held.start.deep_copy()
                 rows.append((handle, held, held.matcher, slot))
             if held.processors:
                 edits.append((row, partial(self._process, handle, held, area.first_logits[row])))

@@ -222,7 +222,7 @@ MANY = 3_000_000
         ("bad_words", "a" * MANY, "must be a list of strings"),
         ("stop", ["a"] * MANY, f"stop has {MANY} texts, but the limit is 100000 characters"),
         ("stop", "a" * MANY, f"stop has {MANY} characters, but the limit is 100000"),
-        ("logits_processors", [1] * MANY, "logits_processors holds 1"),
+        ("logits_processors", [print] * MANY, f"logits_processors has {MANY} functions, but the limit is 1000"),
         ("temperature", [0.5] * MANY, "temperature"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
