@@ -23,7 +23,8 @@ from cbatch.tokenizer import lock_of
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-_MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
+_MAX_CACHED = 256  # grammars; each takes some KiB to some MiB,
+_MAX_CACHED_CHARS = 2_000_000  # and the largest 60 bytes a character
 _MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of the grammar, which may be long
 # In every grammar; the last setting wins. Where only one text can follow, llguidance would compute all of it at each
 # token: 25 ms for 100,000 characters, for ever for a rule such as `a: /x+/ a`. It would then allow only the tokenizer's
@@ -97,7 +98,7 @@ class Grammars:
             raise InvalidRequestError(f"{label}: {_name(asked)}: {error}") from None
         with self._lock:
             self._cache[asked] = start
-            if len(self._cache) > _MAX_CACHED:
+            while len(self._cache) > _MAX_CACHED or sum(map(_num_chars, self._cache)) > _MAX_CACHED_CHARS:
                 self._cache.popitem(last=False)
         return start
 
@@ -169,6 +170,10 @@ def _without_forcing(grammars: str) -> str:
     found = json.loads(grammars)
     found["grammars"].append({"lark_grammar": f'start: ""\n{_NO_FORCING}'})
     return json.dumps(found)
+
+
+def _num_chars(asked: StructuredOutputsParams) -> int:
+    return sum(len(text) for text in (asked.json, asked.regex, asked.grammar, *(asked.choice or ())) if text)
 
 
 def _name(asked: StructuredOutputsParams) -> str:

@@ -569,6 +569,30 @@ def test_function_that_leaves_what_the_grammar_forbids_ends_its_request_alone(
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("eos", [0, 1])
+def test_model_that_rules_out_what_the_grammar_allows_ends_its_request_alone(
+    tokenizer: PreTrainedTokenizerFast, eos: int
+) -> None:
+    """Its own logits of all that are -inf. Of the token 0 that came, an error of llguidance's told, or, where it is the
+    end of sequence, nothing: the answer ended with it, although the grammar allows no end there."""
+    a = tokenizer.convert_tokens_to_ids("a")
+
+    class Padded(CountingModel):
+        def forward(self, input_ids: Tensor, *rest: Any) -> Tensor:
+            logits = super().forward(input_ids, *rest)
+            logits[:, a:] = -torch.inf
+            return logits
+
+    with start(Padded(VOCAB_SIZE, eos=(eos,)), tokenizer, model_impl="auto") as engine:  # type: ignore[arg-type]
+        neighbour = engine.submit([5, 6], SamplingParams(temperature=0.0, max_tokens=9))
+        fields: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.0, "ignore_eos": True}]
+        for more in fields:
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-f]{2,}"), **more)
+            with pytest.raises(CBatchError, match="the model left no token that the grammar allows here"):
+                engine.submit([5], params).result(60)
+        assert tokens(neighbour) == counted(6, 9)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -769,6 +793,18 @@ def test_answers_of_one_prompt_stand_in_their_grammar_each_by_itself(
     assert [found.token_ids for found in answers] == single
     for found in answers:
         validate(found.text, PERSON)
+
+
+def test_cache_of_grammars_is_limited_by_their_size(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 of them were kept, however large: of choices of a million characters, 15 GB."""
+    monkeypatch.setattr("cbatch.grammar._MAX_CACHED_CHARS", 1000)
+    grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS])
+    asked = [StructuredOutputsParams(choice=[letter * 200, letter * 199]) for letter in "abcd"]
+    for one in [*asked, asked[2], StructuredOutputsParams(json={"const": "x" * 300})]:
+        grammars.matcher(one, "request")
+    assert [one.choice and one.choice[0][0] for one in grammars._cache] == ["c", None]  # the last that were asked for
 
 
 def test_answers_that_wait_or_have_ended_hold_no_state_of_a_grammar(tokenizer: PreTrainedTokenizerFast) -> None:
