@@ -231,4 +231,5 @@ def _takes_a_while(params: SamplingParams | None) -> bool:
         return False
     if params.structured_outputs or params.bad_words or params.allowed_token_ids or params.n > _MANY_ANSWERS:
         return True
-    return sum(map(len, params.stop or ())) > _LONG_TEXT  # some 1.5 µs a character
+    # Some 1.5 µs a character, and 0.1 µs an id.
+    return sum(map(len, params.stop or ())) + len(params.stop_token_ids) > _LONG_TEXT

@@ -85,6 +85,10 @@ class Delivery:
         num_given = 0
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle: RequestHandle = sequence.payload
+            if not token and (allowed := handle.params.allowed_token_ids) is not None and 0 not in allowed:
+                why = "the model's logits of all allowed_token_ids are -inf"  # of which the device draws token 0
+                handle.fail(CBatchError(f"request {handle.request_id}: {why}"), aborted=True)
+                continue
             own = None
             if results.logprobs is not None and (wanted := handle.params.logprobs) is not None:
                 ids, values, ranks = results.logprobs

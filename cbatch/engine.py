@@ -538,6 +538,7 @@ class Engine:
                 self._ring()
         if not isinstance(handle, BeamHandle):  # of a search the loop may still ask
             handle.sequence = None  # whose payload it is: they would hold each other until the collector comes by
+            handle.held = None  # a grammar's state may be a MiB
 
     def _ending(self) -> CBatchError:
         """The error that a request gets from an engine that has ended; a new object each time, for its traceback."""

@@ -49,6 +49,8 @@ def named(request_id: object) -> str:
 def short(value: object) -> str:
     """A value as a message shows it, in 80 characters at the most."""
     try:
+        if isinstance(value, (str, bytes, list, tuple)):
+            value = value[:80]  # to write out 10 million numbers would hold the GIL for 0.5 s
         text = repr(value)
     except Exception:  # an int of too many digits, or an object that fails to describe itself
         return f"a {type(value).__name__}"

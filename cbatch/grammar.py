@@ -9,24 +9,45 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.errors import InvalidRequestError
 from cbatch.sampling_params import StructuredOutputsParams
-from cbatch.tokenizer import lock_of, special_ids
+from cbatch.tokenizer import lock_of
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-_MAX_CACHED = 256  # grammars; each takes some KiB to some MiB
+_MAX_CACHED = 256  # grammars; each takes some KiB to some MiB,
+_MAX_CACHED_CHARS = 2_000_000  # and the largest 60 bytes a character
 _MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of the grammar, which may be long
-# Appended to a user's grammar; the last setting wins. If only one text can follow, llguidance computes all of it at
-# once, which never ends for a rule such as `a: /x+/ a`. JSON, regexes and choices have no such rules.
-_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# In every grammar; the last setting wins. Where only one text can follow, llguidance would compute all of it at each
+# token: 25 ms for 100,000 characters, for ever for a rule such as `a: /x+/ a`. It would then allow only the tokenizer's
+# encoding of it, which may be a special token, which the grammar rejects.
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+
+# llguidance's compiler calls itself for each rule or definition that another one leads to, and where the stack ends, so
+# does the process: with 8 MiB, some 900 definitions in a row. The most that ``MAX_CHARS`` allow take 64 MiB.
+_STACK_BYTES = 128 << 20  # of addresses; the system gives memory as it is used
+_stack_size = threading.Lock()  # the size is the process's
+_T = TypeVar("_T")
+
+
+def _on_a_deep_stack(call: Callable[[], _T]) -> _T:
+    """Calls it in a thread of its own, and waits for it."""
+    with ThreadPoolExecutor(1) as pool:
+        with _stack_size:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                called = pool.submit(call)
+            finally:
+                threading.stack_size(before)
+        return called.result()
 
 
 class Grammars:
@@ -40,12 +61,11 @@ class Grammars:
         self.num_words = 0  # int32 words of each mask that ``fill`` writes, once the vocabulary has been read
         self._executor: LLExecutor
         self._limits: LLParserLimits
-        self._specials: frozenset[int] = frozenset()
 
     def matcher(self, asked: StructuredOutputsParams) -> LLMatcher:
-        """A grammar's initial state, for one answer to advance.
+        """A grammar's initial state. It is shared: an answer advances a ``deep_copy``, of up to a MiB.
 
-        Compiles a new grammar, which takes milliseconds, or seconds if it is huge. The first call also reads the
+        Compiles a new grammar, which takes milliseconds, or a second if it is huge. The first call also reads the
         vocabulary, which takes some 0.2 s.
 
         Raises:
@@ -61,20 +81,25 @@ class Grammars:
             vocabulary = self._read_vocabulary()
             if (start := self._cache.get(asked)) is not None:
                 self._cache.move_to_end(asked)
-                return start.deep_copy()
+                return start
+
+        def compiled() -> LLMatcher:
+            found = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
+            if not found.is_error():  # a first mask shows whether the grammar allows any text
+                self.fill([(found, 0)], np.empty((1, self.num_words), np.int32))
+            if found.is_error():
+                raise ValueError(first_lines(found.get_error()))
+            return found
+
         try:
-            start = llguidance.LLMatcher(vocabulary, _source(asked), log_level=0, limits=self._limits)
-            if not start.is_error():  # a first mask shows whether the grammar allows any text
-                self.fill([(start, 0)], np.empty((1, self.num_words), np.int32))
-            if start.is_error():
-                raise ValueError(first_lines(start.get_error()))
+            start = _on_a_deep_stack(compiled)
         except ValueError as error:
             raise InvalidRequestError(f"{_name(asked)}: {error}") from None
         with self._lock:
             self._cache[asked] = start
-            if len(self._cache) > _MAX_CACHED:
+            while len(self._cache) > _MAX_CACHED or sum(map(_num_chars, self._cache)) > _MAX_CACHED_CHARS:
                 self._cache.popitem(last=False)
-        return start.deep_copy()
+        return start
 
     def fill(self, matchers: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         """Write each matcher's allowed tokens into its row of ``masks [rows, num_words]``.
@@ -88,28 +113,6 @@ class Grammars:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
         elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-
-    def spell_out(self, matcher: LLMatcher, mask: NDArray[np.int32]) -> None:
-        """If ``mask [num_words]`` forces a special token for its text, force the first token that spells it instead.
-
-        If one text alone can follow, llguidance forces the tokenizer's encoding of it. That may be a special token,
-        which the grammar then rejects as no text; an end of sequence would end the answer. Not for a user's grammar,
-        where nothing is forced.
-        """
-        if np.count_nonzero(mask) != 1:
-            return
-        index = int(mask.nonzero()[0][0])
-        word = int(mask[index]) & 0xFFFFFFFF
-        token = 32 * index + word.bit_length() - 1
-        if word & (word - 1) or token not in self._specials or matcher.is_accepting():
-            return
-        if matcher.validate_tokens([token]):  # the grammar names the special token
-            return
-        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
-        assert self._vocabulary is not None
-        if spelled := self._vocabulary.greedy_tokenize(text):
-            mask[index] = 0
-            mask[spelled[0] // 32] = np.uint32(1 << spelled[0] % 32).view(np.int32)
 
     def _read_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
@@ -132,7 +135,6 @@ class Grammars:
             except Exception as error:  # llguidance does not know this kind of tokenizer
                 raise InvalidRequestError(f"structured_outputs cannot be had with this tokenizer: {error}") from error
             self.num_words = -(-vocabulary.vocab_size // 32)
-            self._specials = special_ids(self._tokenizer)
             self._executor = llguidance.LLExecutor()
             self._limits = llguidance.LLParserLimits(verbose_errors=False)
             self._vocabulary = vocabulary  # last: after a Ctrl-C in here, the next request reads it again
@@ -149,16 +151,27 @@ def _source(asked: StructuredOutputsParams) -> str:
         options: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             options["whitespace_pattern"] = asked.whitespace_pattern
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return _without_forcing(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
     if asked.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(asked.regex)
+        return _without_forcing(llguidance.LLMatcher.grammar_from_regex(asked.regex))
     if asked.choice is not None:
         # One terminal, since the parser tries each alternative of a rule in every row, and takes at most 2,000. JSON's
         # ASCII, since the grammar reader refuses a raw DEL.
         texts = " | ".join(map(json.dumps, asked.choice))
-        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        return f"start: CHOICE\nCHOICE: {texts}\n{_NO_FORCING}"
     assert asked.grammar is not None
-    return llguidance.grammar_from("grammar", asked.grammar) + _NO_FORCING
+    return llguidance.grammar_from("grammar", asked.grammar) + f"\n{_NO_FORCING}"
+
+
+def _without_forcing(grammars: str) -> str:
+    """llguidance's JSON of one grammar, with a second one that nothing refers to; its setting counts for both."""
+    found = json.loads(grammars)
+    found["grammars"].append({"lark_grammar": f'start: ""\n{_NO_FORCING}'})
+    return json.dumps(found)
+
+
+def _num_chars(asked: StructuredOutputsParams) -> int:
+    return sum(len(text) for text in (asked.json, asked.regex, asked.grammar, *(asked.choice or ())) if text)
 
 
 def _name(asked: StructuredOutputsParams) -> str:

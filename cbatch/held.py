@@ -9,8 +9,9 @@ The state here advances only by landed tokens that count, in order: preemption, 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,16 +43,16 @@ class HeldRow:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        matcher: LLMatcher | None,
+        start: LLMatcher | None,  # the grammar's initial state
         *,
         eos_token_ids: Sequence[int],
-        stop_ids: Sequence[int],  # end the answer; forbidden before min_tokens other tokens
+        stop_ids: Collection[int],  # end the answer; forbidden before min_tokens other tokens
         bad_word_ids: Sequence[Sequence[int]],
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
-        self.matcher = matcher
-        self.is_forced = params.structured_outputs is not None and params.structured_outputs.grammar is None
+        self.start = start
+        self.matcher: LLMatcher | None = None  # advances; copied from ``start`` for the first token, as many may wait
         self.processors = [(processor, num_arguments(processor)) for processor in params.logits_processors or ()]
         self._eos_token_ids = frozenset(eos_token_ids)
         self._ends = bit_mask(eos_token_ids) if eos_token_ids else np.zeros(0, np.int32)
@@ -63,17 +64,24 @@ class HeldRow:
         self.mask_has_0 = False  # whether the last mask allows token 0
         self.has_failed = False  # later tokens do not count
 
+    def copy(self) -> HeldRow:
+        """The same for another answer to the prompt. They share what does not change."""
+        other = copy.copy(self)
+        other.token_ids = []
+        return other
+
     def accept(self, token: int, first_logit: float) -> None:
         """Append a token. ``first_logit``: token 0's after the processors. Raises ValueError if it is not allowed here.
 
         From logits that are all -inf the device draws token 0; any other token is allowed.
         """
-        if token == 0 and self.processors:
+        if token == 0:
             is_grammar = self.matcher is not None
             is_allowed = self.mask_has_0 if is_grammar else not self._is_forbidden(0)
-            if first_logit == -math.inf or not is_allowed:
+            if not is_allowed or (self.processors and first_logit == -math.inf):
+                who = "logits_processors" if self.processors else "the model"
                 others = "the grammar allows" if is_grammar else "the other parameters allow"
-                raise ValueError(f"logits_processors left no token that {others} here")
+                raise ValueError(f"{who} left no token that {others} here")
         self.token_ids.append(token)
         if self.matcher is None or self._has_ended:
             return
@@ -165,7 +173,9 @@ class Held:
             handle: RequestHandle = sequence.payload
             if sequence.epoch != epoch or (held := _running(handle)) is None:
                 continue
-            if held.matcher is not None:
+            if held.start is not None:
+                if held.matcher is None:
+                    held.matcher = held.start.deep_copy()
                 rows.append((handle, held, held.matcher, slot))
             if held.processors:
                 edits.append((row, partial(self._process, handle, held, area.first_logits[row])))
@@ -178,11 +188,9 @@ class Held:
             masks = np.empty((len(rows), self._grammars.num_words), np.int32)
         self._grammars.fill([(matcher, i) for i, (_, _, matcher, _) in enumerate(rows)], masks)
         count = 0
-        for i, (handle, held, matcher, slot) in enumerate(rows):
+        for i, (handle, held, _, slot) in enumerate(rows):
             mask = masks[i, :num_words]
             try:
-                if held.is_forced:
-                    self._grammars.spell_out(matcher, masks[i])
                 held.narrow(mask)
                 held.mask_has_0 = _has(mask, 0)
             except ValueError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ from cbatch.request import ParallelHandle, RequestHandle
 from cbatch.sampler import HELD, Encoded, encode
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
 from cbatch.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 Ended = Callable[[RequestHandle, bool], None]  # called once for each answer, with whether it was aborted
 
@@ -61,10 +58,9 @@ class Draft:
     common: Common
     params: SamplingParams
     prompt_ids: list[int]  # shared by all answers
-    stop_ids: tuple[int, ...]
-    bad_word_ids: list[tuple[int, ...]]
+    stop_ids: frozenset[int]  # shared, too
     encoded: list[Encoded]
-    matchers: list[LLMatcher | None]
+    held: list[HeldRow | None]
     texts: list[TextUntilStop | None]
 
     @property
@@ -86,19 +82,11 @@ class Draft:
             name, prompt_ids, params, self.intake.tokenizer, ended, self.texts[i], request_id, i, of_prompt
         )
         handle.upload = state.upload
-        if state.flags & HELD:
-            handle.held = HeldRow(
-                prompt_ids,
-                params,
-                self.matchers[i],
-                eos_token_ids=self.intake.eos_token_ids,
-                stop_ids=self.stop_ids,
-                bad_word_ids=self.bad_word_ids,
-            )
+        handle.held = self.held[i]
         handle.sequence = Sequence(
             common.prompt,
             common.max_len,
-            stop_token_ids=frozenset(self.stop_ids),
+            stop_token_ids=self.stop_ids,
             param_values=state.param_values,
             flags=state.flags,
             skip_reading_prefix_cache=of_prompt is not None,  # cached tokens have no logits
@@ -157,10 +145,10 @@ class Intake:
             params = self.default_sampling_params if params is None else self._limits.params(params)
             common = self._common(prompt, params, **options)
             bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
-            stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
+            stop_ids = frozenset((*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids))
             banned = self._limits.bans(params, bad_words, stop_ids)
             asked = params.structured_outputs
-            matchers = [None if asked is None else self._grammars.matcher(asked) for _ in range(params.n)]
+            matcher = None if asked is None else self._grammars.matcher(asked)
         seed = params.seed
         if seed is None:
             with self._lock:
@@ -168,8 +156,19 @@ class Intake:
         first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
         encoded = [first.with_seed(seed + i) for i in range(params.n)]
         prompt_ids: list[int] = prompt.tolist()
+        held: HeldRow | None = None
+        if first.flags & HELD:
+            held = HeldRow(
+                prompt_ids,
+                params,
+                matcher,
+                eos_token_ids=self.eos_token_ids,
+                stop_ids=stop_ids,
+                bad_word_ids=banned,
+            )
+        rows = [held and held.copy() for _ in encoded]
         texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
-        return Draft(self, common, params, prompt_ids, stop_ids, banned, encoded, matchers, texts)
+        return Draft(self, common, params, prompt_ids, stop_ids, encoded, rows, texts)
 
     def beam_search(
         self, prompt_token_ids: Iterable[int], params: BeamSearchParams, request_id: str | None, **options: Any

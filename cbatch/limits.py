@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +86,8 @@ class Limits:
             raise InvalidRequestError(
                 f"stop has {short(params.stop[0])}, but there is no tokenizer to make text with: use stop_token_ids"
             )
+        if (count := len(set(params.bad_words))) > MAX_BAD_WORDS:  # before they are tokenised
+            raise InvalidRequestError(f"bad_words has {count} texts, but the limit is {MAX_BAD_WORDS}")
         if params.bad_words and not self.has_tokenizer:
             raise InvalidRequestError(
                 f"bad_words has {short(params.bad_words[0])}, but there is no tokenizer to make tokens with"
@@ -108,7 +110,7 @@ class Limits:
         return params
 
     def bans(
-        self, params: SamplingParams, bad_words: Mapping[str, Sequence[tuple[int, ...]]], stop_ids: Sequence[int]
+        self, params: SamplingParams, bad_words: Mapping[str, Sequence[tuple[int, ...]]], stop_ids: Set[int]
     ) -> list[tuple[int, ...]]:
         """Check that bans and biases fit into a device slot and leave a token. Returns the distinct bad sequences.
 
@@ -134,17 +136,17 @@ class Limits:
                 f"bad_words makes {len(bad)} token sequences, with and without a space in front, but the "
                 f"limit is {MAX_BAD_WORDS}"
             )
-        banned = set(stop_ids) if params.min_tokens else set()
+        banned = stop_ids if params.min_tokens else frozenset()
         if (count := len(banned | dict(params.logit_bias).keys())) > MAX_BIASES:
             raise InvalidRequestError(
                 f"logit_bias has {len(params.logit_bias)} tokens, {count} with those that min_tokens bans, but "
                 f"the limit is {MAX_BIASES}"
             )
         if len(banned) + len(bad) >= min(self.vocab_size, len(params.allowed_token_ids or range(self.vocab_size))):
-            self._leave_a_token(params, bad, set(stop_ids))
+            self._leave_a_token(params, bad, stop_ids)
         return bad
 
-    def _leave_a_token(self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: set[int]) -> None:
+    def _leave_a_token(self, params: SamplingParams, bad: Sequence[tuple[int, ...]], stop_ids: Set[int]) -> None:
         """Check that every answer so far has an allowed next token: logits that are all -inf would yield one anyhow.
 
         Only the empty answer and the reachable beginnings of bad words can leave none. With a grammar, ``HeldRow``

@@ -58,7 +58,7 @@ class CompletionOutput:
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"timeout"`` (``timeout_s`` was over), or None while it
     runs; an error is raised instead.
     ``stop_reason`` is the entry of ``stop_token_ids`` or the stop string that ended it, None for the model's own
-    end-of-sequence token.
+    end-of-sequence token. Of a stop token whose text is in ``text`` and completes a stop string, it is the string.
 
     ``score`` is a beam's, by which the answers of a beam search are ordered; these have a ``cumulative_logprob``, too.
     """
@@ -86,7 +86,8 @@ class RequestOutput:
 
     ``prompt_logprobs``, where they were asked for, has None for the prompt's first token and a dict for each other one:
     of the token itself first, then of the most likely ones. It is None until all of them are known, which they are
-    before the first answer has a token; with ``DELTA`` one output has them.
+    before the first answer has a token; with ``DELTA`` one output has them. They are computed with the first of ``n``
+    answers, and stay None where that one is aborted before.
     """
 
     request_id: str

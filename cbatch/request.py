@@ -150,16 +150,23 @@ class RequestHandle:
         )
 
     async def aresult(self) -> RequestOutput:
-        """``result`` for an event loop: woken at the end of each answer, not at its tokens.
+        """``result`` for an event loop: woken at the end of each answer, not at its tokens; at once if one fails.
 
         Another thread makes it: log-probabilities of a long answer take some 0.1 s.
         """
-        for child in self.children:
-            await child._until_end()
+        ends = [asyncio.ensure_future(child._until_end()) for child in self.children]
+        try:
+            await asyncio.gather(*ends)
+        finally:
+            for end in ends:
+                end.cancel()
         return await asyncio.to_thread(self.result)
 
     async def _until_end(self) -> None:
+        """Raises the error that it ended with, if any."""
         await _until(lambda: self.finished, [(self, self._async_result_waiters)])
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def readable_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """As in ``RequestOutput``; None until all have landed, or if none are wanted."""
@@ -281,7 +288,7 @@ class RequestHandle:
     def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
         """End the request if this token completes a stop string, or if the tokenizer fails on it.
 
-        A stop token id comes first. Unless the scheduler has ended the sequence itself, it gets an abort.
+        Unless the scheduler has ended the sequence itself, it gets an abort.
         """
         running, found, error = finish_reason is None, None, None
         try:
@@ -293,7 +300,7 @@ class RequestHandle:
             return
         if error is not None:
             self._end(None, None, error, now, aborted=running)
-        elif found is not None and finish_reason != "stop":
+        elif found is not None:
             self._end("stop", found, None, now, aborted=running)
 
     def fail(self, error: CBatchError, *, aborted: bool = False) -> None:

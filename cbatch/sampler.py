@@ -7,7 +7,7 @@ schedule and after any preemption.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -61,7 +61,7 @@ def encode(
     seed: int,  # any 64-bit integer
     *,
     prompt_len: int,
-    stop_ids: Sequence[int],  # cannot come before min_tokens other tokens
+    stop_ids: Collection[int],  # cannot come before min_tokens other tokens
     bad_word_ids: Sequence[Sequence[int]],  # none empty
 ) -> Encoded:
     """A request's sampling state, as its slot keeps it. The caller has checked all ids and the ``MAX_...`` limits."""
@@ -125,9 +125,9 @@ def _seed_words(seed: int) -> NDArray[np.int32]:
     return np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
 
 
-def bit_mask(ids: Sequence[int]) -> NDArray[np.int32]:
+def bit_mask(ids: Collection[int]) -> NDArray[np.int32]:
     """Bit i % 32 of word i // 32 for each id, up to the largest one's word."""
-    index = np.array(ids)
+    index = np.fromiter(ids, np.int64, len(ids))
     bits = np.zeros((index.max() // 32 + 1) * 32, np.bool_)
     bits[index] = True
     return np.packbits(bits, bitorder="little").view("<i4")

@@ -8,6 +8,7 @@ and limit. ``sampling_params.py`` maps parameters to checks, and refuses contrad
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import numbers
@@ -15,9 +16,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cbatch.errors import InvalidRequestError, described, short
+from cbatch.kernels.slot_layout import MAX_BIASES
 
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in torch and vLLM
-MAX_STOP_CHARS = 100_000  # of all stop strings together: their automaton takes 0.2 s to build, and 30 MB
+# Of stop strings together, whose automaton takes 0.2 s and 30 MB; of bad words, which take 0.2 s to tokenise; of a
+# schema, a regular expression or a grammar, the worst of which take 1 s to compile.
+MAX_CHARS = 100_000
+MAX_CHOICE_CHARS = 1_000_000  # together; 0.8 s
+MAX_IDS = 500_000  # of a list: 0.2 s; no vocabulary has so many
+_MAX_PROCESSORS = 1000  # 30 ms to look at their arguments
 MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
 
 Check = Callable[[str, Any], Any]
@@ -39,7 +46,7 @@ def all_fields(params: Any, checks: Mapping[str, Check], prefix: str = "") -> No
 
 def whole(name: str, value: Any) -> int:
     """A whole number; numpy's are fine, bools and 3.0 are not."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise InvalidRequestError(f"{name}={short(value)} must be an integer, not {type(value).__name__}")
     number = int(value)
     if number.bit_length() > 1024:  # a float's range; Python refuses to print much larger ints
@@ -130,10 +137,14 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"{name}={short(value)} must be a list of token ids, not {type(value).__name__}")
-    ids = tuple(whole(f"{name} item", item) for item in value)
+    items = list(itertools.islice(value, MAX_IDS + 1))  # maybe endless
+    if len(items) > MAX_IDS:
+        raise InvalidRequestError(f"{name} has more than {MAX_IDS} token ids, which is the limit")
+    item_name = f"{name} item"
+    ids = tuple(whole(item_name, item) for item in items)
     for item in ids:
         if item < 0:
-            raise InvalidRequestError(f"{name}={short(list(ids))} holds {item}: a token id is at least 0")
+            raise InvalidRequestError(f"{name}={short(items)} holds {item}: a token id is at least 0")
     return ids
 
 
@@ -146,35 +157,49 @@ def allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ids))
 
 
-def texts(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, (tuple, list)):
-        raise InvalidRequestError(f"{name}={short(value)} must be a list of strings, not {type(value).__name__}")
-    for item in value:
-        if not isinstance(item, str):
-            raise InvalidRequestError(f"{name}={short(list(value))} holds {short(item)}: it must hold strings")
-        if not item:
-            raise InvalidRequestError(f"{name}={short(list(value))} holds an empty string: each must have a character")
-    return tuple(value)
+def texts(limit: int) -> Check:
+    """The check of a list of texts, none empty, with so many characters together."""
+
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, (tuple, list)):
+            raise InvalidRequestError(f"{name}={short(value)} must be a list of strings, not {type(value).__name__}")
+        if len(value) > limit:
+            raise InvalidRequestError(f"{name} has {len(value)} texts, but the limit is {limit} characters")
+        for item in value:
+            if not isinstance(item, str):
+                raise InvalidRequestError(f"{name}={short(value)} holds {short(item)}: it must hold strings")
+            if not item:
+                raise InvalidRequestError(f"{name}={short(value)} holds an empty string: each must have a character")
+        _limit_chars(name, sum(map(len, value)), limit)
+        return tuple(value)
+
+    return check
 
 
 def stop(name: str, value: Any) -> tuple[str, ...]:
-    found = texts(name, (value,) if isinstance(value, str) else value)
-    if (total := sum(map(len, found))) > MAX_STOP_CHARS:
-        raise InvalidRequestError(f"{name} has {total} characters, but the limit is {MAX_STOP_CHARS} together")
+    found: tuple[str, ...] = texts(MAX_CHARS)(name, (value,) if isinstance(value, str) else value)
     return found
+
+
+def _limit_chars(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{name} has {count} characters, but the limit is {limit}")
 
 
 def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
-    try:
-        biases = dict(value)  # a dict, or pairs, as SamplingParams keeps them
+    try:  # a dict, or pairs, as SamplingParams keeps them
+        items = list(itertools.islice(value.items() if isinstance(value, Mapping) else value, MAX_BIASES + 1))
+        biases = dict(items)
     except (TypeError, ValueError):
         raise InvalidRequestError(
             f"{name}={short(value)} must be a dict of token ids and numbers, not {type(value).__name__}"
         ) from None
+    if len(items) > MAX_BIASES:
+        raise InvalidRequestError(f"{name} has more than {MAX_BIASES} tokens, which is the limit")
     pairs = []
     for token, bias in biases.items():
         token, bias = whole(f"{name} token", token), real(f"{name}[{short(token)}]", bias)
@@ -206,7 +231,10 @@ def schema(name: str, value: Any) -> str | None:
         return None
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        _limit_chars(name, len(text), MAX_CHARS)
         found = json.loads(text)
+    except InvalidRequestError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -217,13 +245,14 @@ def schema(name: str, value: Any) -> str | None:
 def text(name: str, value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidRequestError(f"{name}={short(value)} must be a string with at least one character, or None")
+    _limit_chars(name, len(value or ""), MAX_CHARS)
     return value
 
 
 def choice(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    items = texts(name, value)
+    items = texts(MAX_CHOICE_CHARS)(name, value)
     if not items:
         raise InvalidRequestError(f"{name}={short(value)} has no text to choose")
     return tuple(dict.fromkeys(items))
@@ -240,6 +269,8 @@ def processors(name: str, value: Any) -> tuple[Callable[..., Any], ...] | None:
         return None
     if not isinstance(value, (tuple, list)):
         raise InvalidRequestError(f"{name}={short(value)} must be a list of functions, not {type(value).__name__}")
+    if len(value) > _MAX_PROCESSORS:
+        raise InvalidRequestError(f"{name} has {len(value)} functions, but the limit is {_MAX_PROCESSORS}")
     for item in value:
         if not callable(item):
             raise InvalidRequestError(f"{name} holds {short(item)}, which is no function")

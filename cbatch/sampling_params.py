@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 from cbatch import sampling_checks as check
 from cbatch.errors import InvalidRequestError, short
+from cbatch.kernels.slot_layout import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIASES
 
 _MAX_N = 16_384  # vLLM's, too
 MAX_LOGPROBS = 20  # the most that a step hands out for a token, beside the sampled one
@@ -35,7 +36,7 @@ class StructuredOutputsParams:
 
     Needs the extra ``grammar`` (`llguidance <https://github.com/guidance-ai/llguidance>`_), whose ``docs`` say which
     keywords of JSON Schema, which regular expressions and which grammars there are. What it cannot do is refused when
-    a request is submitted.
+    a request is submitted. Each text has at most 100,000 characters, the texts of a choice 1,000,000 together.
 
     Args:
         json: a JSON schema, as a dict or as its text; a text is what is kept.
@@ -169,7 +170,7 @@ class SamplingParams:
     )
     stop: Sequence[str] | str | None = _field(
         (),
-        f"a text or a list of them, none empty, {check.MAX_STOP_CHARS:,} characters together; needs a tokenizer",
+        f"a text or a list of them, none empty, {check.MAX_CHARS:,} characters together; needs a tokenizer",
         "Texts that end an answer; they may span tokens, and the prompt does not count. `text` ends before the first "
         "one found, `token_ids` with the token that completed it. A stream holds back text that may become one.",
     )
@@ -181,7 +182,7 @@ class SamplingParams:
     )
     bad_words: Sequence[str] = _field(
         (),
-        "a list of texts, none empty; needs a tokenizer",
+        f"a list of texts, none empty; {MAX_BAD_WORDS} token sequences of {MAX_BAD_WORD_LEN} tokens; needs a tokenizer",
         "Texts whose token sequences are forbidden, both as at the start of a text and as behind a space: the last "
         "token is impossible if the answer ends with the others.",
     )
@@ -190,7 +191,7 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _field(
         (),
-        f"token id: -{check.MAX_BIAS:.0f} to {check.MAX_BIAS:.0f}",
+        f"token id: -{check.MAX_BIAS:.0f} to {check.MAX_BIAS:.0f}; {MAX_BIASES:,} of them",
         "Added to the logits of these tokens. A dict, kept as pairs.",
     )
     logprobs: int | None = _field(
@@ -325,7 +326,7 @@ _CHECKS: dict[str, check.Check] = {
     "stop_token_ids": check.token_ids,
     "stop": check.stop,
     "include_stop_str_in_output": check.flag,
-    "bad_words": check.texts,
+    "bad_words": check.texts(check.MAX_CHARS),
     "allowed_token_ids": check.allowed_token_ids,
     "logit_bias": check.logit_bias,
     "logprobs": check.in_range(check.whole, 0, MAX_LOGPROBS, or_none=True),

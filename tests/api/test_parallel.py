@@ -220,6 +220,26 @@ async def test_streams_of_several_answers(more):
                 assert {part.logprobs for part in parts} == {None}
 
 
+@pytest.mark.parametrize("failing", range(3))
+async def test_error_of_one_answer_comes_before_the_others_have_ended(failing):
+    """A final output waited for the answers in their order, and so heard of the second one's failure when the first one
+    had its last token."""
+    model = CountingModel(VOCAB, max_model_len=512)
+    async with AsyncLLM(model, TOKENIZER, **OPTIONS) as llm:
+        final = several(3, 400, output_kind=RequestOutputKind.FINAL_ONLY)
+        model.gate.clear()
+        task = asyncio.create_task(collect(llm.generate([7], final, "x")))
+        while "x" not in llm.engine._live:
+            await asyncio.sleep(0.001)
+        children = llm.engine._live["x"].children
+        children[failing].fail(CBatchError("a failure"), aborted=True)
+        with pytest.raises(CBatchError, match="a failure"):
+            await asyncio.wait_for(task, 5)
+        assert all(child.finished and not child._async_result_waiters for child in children)  # the others by abort
+        model.gate.set()
+        await asyncio.to_thread(settle, llm.engine)
+
+
 async def test_leaving_a_stream_of_several_aborts_them_all():
     async with AsyncLLM(CountingModel(VOCAB, max_model_len=512), TOKENIZER, **OPTIONS) as llm:
         async for output in llm.generate([7], several(3, 400)):

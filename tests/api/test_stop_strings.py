@@ -196,7 +196,8 @@ def test_false_starts_are_released():
 
 
 def test_what_ends_at_the_same_token():
-    """A stop token ends it by its id first; a stop string in the last token that max_tokens allows beats length."""
+    """A stop string in the last token that max_tokens allows beats length. A stop token has no text to find one in,
+    unless it is in the output: then the text ended with the string, and yet ``stop_reason`` was the token."""
     answer = run(letters("abc"), "c", max_tokens=3)
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", "c")
     answer = run([*letters("ab<"), EOS], "<|", eos=(EOS,))
@@ -204,6 +205,12 @@ def test_what_ends_at_the_same_token():
     (c,) = letters("c")
     answer = run(letters("abcd"), "c", stop_token_ids=[c])
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", c)
+    answer = run(letters("abcd"), "bc", stop_token_ids=[c], include_stop_str_in_output=True)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("abc", "stop", "bc")
+    for special, found in ((True, ("ab<", None)), (False, ("ab<<|", "<|"))):
+        more = {"include_stop_str_in_output": True, "skip_special_tokens": special}
+        answer = run([*letters("ab<"), EOS], "<|", eos=(EOS,), **more)  # "<|end|>"
+        assert (answer.text, answer.stop_reason, answer.finish_reason) == (*found, "stop")
     answer = run([*letters("ab"), EOS, *letters("cd")], "bc", eos=(EOS,), ignore_eos=True)
     assert (answer.text, answer.stop_reason) == ("a", "bc")  # across a token that is not shown
 

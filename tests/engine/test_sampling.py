@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
-from cbatch.errors import InvalidRequestError
+from cbatch.errors import CBatchError, InvalidRequestError
 from cbatch.sampling_params import SamplingParams
 from tests.counting import CountingModel, counted
 from tests.models.families import VOCAB_SIZE, make_tiny
@@ -420,7 +420,7 @@ def test_penalty_that_float32_cannot_hold_gives_tokens_all_the_same(model: nn.Mo
         ({"bad_words": [f"1 {VOCAB_SIZE}"]}, f"bad_words has '1 {VOCAB_SIZE}'.*the vocabulary has {VOCAB_SIZE}"),
         ({"bad_words": [" "]}, "bad_words has ' ', of which the tokenizer makes no token"),
         ({"bad_words": ["1 " * 17]}, "bad_words has .*, which is 17 tokens, but the limit is 16"),
-        ({"bad_words": [str(i) for i in range(65)]}, "bad_words makes 65 token sequences.*the limit is 64"),
+        ({"bad_words": [str(i) for i in range(65)]}, "bad_words has 65 texts, but the limit is 64"),
         (
             {"allowed_token_ids": [EOS, 5], "min_tokens": 2, "bad_words": ["5"]},
             "allowed_token_ids has 2 tokens, but min_tokens and bad_words forbid all of them$",
@@ -469,12 +469,63 @@ def test_bad_words_that_never_meet_all_that_is_allowed(model: nn.Module, given: 
         assert not any(f" {word} " in text for word in given["bad_words"])
 
 
+class Padded(CountingModel):
+    """Its logits of tokens from 10 on are -inf, as where a model pads its vocabulary."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, sample_rows: Tensor, attend: object) -> Tensor:
+        logits = super().forward(input_ids, positions, sample_rows, attend)
+        logits[:, 10:] = -torch.inf
+        return logits
+
+
+@pytest.mark.parametrize(
+    "more", [{"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_p": 0.5}, {"temperature": 0.0, "min_tokens": 2}]
+)
+def test_tokens_that_the_model_rules_out_end_their_request_and_never_give_another(more: dict[str, Any]) -> None:
+    """Of logits that are all -inf the device draws token 0, which came out although it was not allowed."""
+    with Engine(Padded(eos=(0,)), EngineConfig(max_num_seqs=4, block_size=4, num_blocks=33)) as engine:
+        neighbour = engine.submit([1], SamplingParams(temperature=0.0, max_tokens=8, allowed_token_ids=[*range(2, 30)]))
+        handle = engine.submit([1], SamplingParams(**more, allowed_token_ids=[20, 30]))
+        with pytest.raises(CBatchError, match=r"request \d+: the model's logits of all allowed_token_ids are -inf"):
+            handle.result(30)
+        mixed = engine.submit([1], SamplingParams(**more, max_tokens=8, allowed_token_ids=[20, 30, 5]))
+        assert tokens(mixed) == [5] * 8
+        assert tokens(neighbour) == [2, 3, 4, 5, 6, 7, 8, 9]
+        assert engine.is_healthy
+    engine.scheduler.check()
+
+
+def test_a_hundred_thousand_bad_words_are_refused_before_they_are_tokenised() -> None:
+    """It took 10 s, and the tokenizer's lock from everybody else."""
+
+    class Untouched(Numbers):
+        def encode(self, text: str, **_: object) -> list[int]:
+            raise AssertionError("tokenised")
+
+    config = EngineConfig(max_num_seqs=2, block_size=4, num_blocks=33)
+    with Engine(CountingModel(), config, Untouched()) as engine:
+        params = SamplingParams(bad_words=[chr(0x4E00 + i) for i in range(20_000)] * 5)
+        with pytest.raises(InvalidRequestError, match="request x: bad_words has 20000 texts, but the limit is 64"):
+            engine.submit([1], params, request_id="x")
+
+
+def test_bad_words_count_with_and_without_a_space_in_front() -> None:
+    class Spaced(Numbers):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [int(text) + 50 * text.startswith(" ")]
+
+    with Engine(CountingModel(), EngineConfig(max_num_seqs=2, block_size=4, num_blocks=33), Spaced()) as engine:
+        engine.submit([1], SamplingParams(bad_words=[str(i) for i in range(32)])).abort()
+        with pytest.raises(InvalidRequestError, match=r"bad_words makes 66 token sequences.*the limit is 64"):
+            engine.submit([1], SamplingParams(bad_words=[str(i) for i in range(33)]))
+
+
 def test_more_biases_than_a_slot_holds_are_refused() -> None:
     config = EngineConfig(max_num_seqs=2, block_size=4, num_blocks=33)
     with Engine(CountingModel(vocab_size=2000, eos=(1999, 0)), config) as engine:
         most = dict.fromkeys(range(1024), 0.5)
         assert tokens(engine.submit([1], SamplingParams(temperature=0.0, max_tokens=3, logit_bias=most))) == [2, 3, 4]
-        with pytest.raises(InvalidRequestError, match=r"logit_bias has 1025 tokens.*the limit is 1024"):
+        with pytest.raises(InvalidRequestError, match=r"logit_bias has more than 1024 tokens, which is the limit"):
             engine.submit([1], SamplingParams(logit_bias={**most, 1500: 1.0}))
         with pytest.raises(InvalidRequestError, match=r"logit_bias has 1024 tokens, 1025 with those that min_tokens"):
             engine.submit([1], SamplingParams(logit_bias=most, min_tokens=1))  # 0 is among them already

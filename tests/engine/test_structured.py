@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from cbatch.config import EngineConfig
 from cbatch.engine import Engine
 from cbatch.errors import CBatchError, InvalidRequestError
+from cbatch.grammar import Grammars
 from cbatch.kernels.reference import gumbel
 from cbatch.llm import LLM
 from cbatch.request import RequestHandle
@@ -160,10 +163,12 @@ class Loop:
 def grammar_of(asked: StructuredOutputsParams) -> str:
     if asked.json is not None:
         flexible = {"whitespace_flexible": not asked.disable_any_whitespace}
-        return llguidance.LLMatcher.grammar_from_json_schema(asked.json, overrides=flexible)
-    if asked.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(asked.regex)
-    return llguidance.grammar_from("choice", asked.choice) if asked.choice else llguidance.grammar_from("ebnf", LIST)
+        text = "start: %json " + json.dumps({**json.loads(str(asked.json)), "x-guidance": flexible})
+    elif asked.regex is not None:
+        text = f"start: /{asked.regex}/"
+    else:
+        text = llguidance.grammar_from("choice", asked.choice) if asked.choice else LIST
+    return f'{text}\n%llguidance {{"no_forcing": true}}'
 
 
 @pytest.fixture(scope="module")
@@ -386,12 +391,44 @@ def test_text_of_a_special_token_is_spelled_out(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, asked: StructuredOutputsParams, text: str
 ) -> None:
     """Where nothing else could come, llguidance had the tokenizer encode what must come, and allowed the special token
-    alone: an end of sequence ended "a<|end|>b" behind the a, and any other failed the request as not in the grammar."""
+    alone: an end of sequence ended "a<|end|>b" behind the a, and any other failed the request as not in the grammar.
+    Nothing is forced now."""
     params = SamplingParams(structured_outputs=asked, temperature=0.0, max_tokens=40, skip_special_tokens=False)
     with start(model, tokenizer) as engine:
         found = answer(engine.submit([5, 6], params))
     assert (found.text, found.finish_reason, found.token_ids.count(EOS)) == (text, "stop", 1)
     assert found.token_ids.count(0) == (asked.grammar is not None and "<|start|>" in asked.grammar)
+
+
+LONG = "".join(random.Random(1).choices("abcdefgh ", k=90_000))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"choice": [LONG, "b"]},
+        {"choice": [LONG]},
+        {"regex": LONG},
+        {"json": {"const": LONG}},
+        {"json": {"enum": [LONG, "b"]}},
+    ],
+    ids=["choice", "one choice", "regex", "const", "enum"],
+)
+def test_mask_of_a_long_text_costs_no_more_than_that_of_a_short_one(
+    tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any]
+) -> None:
+    """At each token llguidance collected all the text that must follow and had the tokenizer encode it: a choice of
+    100,000 characters took 25 to 450 ms a token, on the engine's thread, and so of every other request's tokens too."""
+    grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS])
+    matcher = grammars.matcher(StructuredOutputsParams(**fields), "request").deep_copy()
+    mask = np.empty((1, grammars.num_words), np.int32)
+    times = []
+    for token in tokenizer.encode('"' * ("json" in fields) + LONG[:200], add_special_tokens=False):
+        begin = time.perf_counter()
+        grammars.fill([(matcher, 0)], mask)
+        times.append(time.perf_counter() - begin)
+        assert mask[0, token // 32] >> token % 32 & 1 and matcher.consume_token(token)
+    assert len(times) > 50 and statistics.median(times) < 0.002  # 0.01 ms
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
@@ -532,6 +569,30 @@ def test_function_that_leaves_what_the_grammar_forbids_ends_its_request_alone(
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("eos", [0, 1])
+def test_model_that_rules_out_what_the_grammar_allows_ends_its_request_alone(
+    tokenizer: PreTrainedTokenizerFast, eos: int
+) -> None:
+    """Its own logits of all that are -inf. Of the token 0 that came, an error of llguidance's told, or, where it is the
+    end of sequence, nothing: the answer ended with it, although the grammar allows no end there."""
+    a = tokenizer.convert_tokens_to_ids("a")
+
+    class Padded(CountingModel):
+        def forward(self, input_ids: Tensor, *rest: Any) -> Tensor:
+            logits = super().forward(input_ids, *rest)
+            logits[:, a:] = -torch.inf
+            return logits
+
+    with start(Padded(VOCAB_SIZE, eos=(eos,)), tokenizer, model_impl="auto") as engine:  # type: ignore[arg-type]
+        neighbour = engine.submit([5, 6], SamplingParams(temperature=0.0, max_tokens=9))
+        fields: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 1}, {"temperature": 0.0, "ignore_eos": True}]
+        for more in fields:
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-f]{2,}"), **more)
+            with pytest.raises(CBatchError, match="the model left no token that the grammar allows here"):
+                engine.submit([5], params).result(60)
+        assert tokens(neighbour) == counted(6, 9)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -577,6 +638,37 @@ def test_rule_that_no_text_satisfies_goes_on_to_the_full_length(
     assert set(threading.enumerate()) == threads
 
 
+def chain(kind: str, length: int) -> StructuredOutputsParams:
+    """Definitions, or rules, each of which leads to the next."""
+    if kind == "grammar":
+        rules = [f'r{i}:r{i + 1} "b"' for i in range(length)]
+        return StructuredOutputsParams(grammar="\n".join(["start: r0", *rules, f'r{length}: "a"']))
+    nested: dict[str, Any] = {"$ref": "#/$defs/0"}
+    defs: dict[str, Any] = {}
+    for i in range(length // 100):
+        defs[str(i)] = {"$ref": f"#/$defs/{i + 1}"}
+        for _ in range(100):
+            defs[str(i)] = {"items": defs[str(i)]}
+    return StructuredOutputsParams(json={"$defs": {**defs, str(length // 100): {}}, **nested})
+
+
+@pytest.mark.parametrize(("kind", "length"), [("json", 3000), ("json", 7000), ("grammar", 6200)])
+def test_chain_of_definitions_does_not_end_the_process(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, kind: str, length: int
+) -> None:
+    """llguidance's compiler calls itself for each, and 900 of them overran the stack of 8 MiB: a schema of 60,000
+    characters from one client was the end of everybody's engine, without a word."""
+    params = SamplingParams(structured_outputs=chain(kind, length), max_tokens=3)
+    sizes = threading.stack_size()
+    with start(model, tokenizer) as engine:
+        if length == 7000:
+            with pytest.raises(InvalidRequestError, match="schema too large"):
+                engine.submit([5], params)
+        else:
+            assert len(tokens(engine.submit([5], params))) > 0
+    assert threading.stack_size() == sizes
+
+
 def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
     """llguidance quotes the line that is wrong, and a line may be a megabyte."""
     deep = "start: " + 5000 * "(" + '"a"' + 5000 * ")"
@@ -606,6 +698,14 @@ def test_message_of_a_grammar_is_short(model: nn.Module, tokenizer: PreTrainedTo
         ({"choice": "ab"}, "structured_outputs.choice='ab' must be a list"),
         ({"choice": ["a", ""]}, "empty string"),
         ({"grammar": 5}, "structured_outputs.grammar=5"),
+        ({"json": {"const": "x" * 99_990}}, "structured_outputs.json has 100003 characters, but the limit is 100000"),
+        ({"json": "{" * 100_001}, "structured_outputs.json has 100001 characters, but the limit is 100000"),
+        ({"regex": "x" * 100_001}, "structured_outputs.regex has 100001 characters, but the limit is 100000"),
+        ({"grammar": "x" * 100_001}, "structured_outputs.grammar has 100001 characters, but the limit is 100000"),
+        (
+            {"choice": ["x" * 999_999, "yy"]},
+            "structured_outputs.choice has 1000001 characters, but the limit is 1000000",
+        ),
         ({"json_object": 3}, "structured_outputs.json_object=3"),
         ({"json_object": 1}, "structured_outputs.json_object=1 must be True or None"),
         (
@@ -711,6 +811,32 @@ def test_answers_of_one_prompt_stand_in_their_grammar_each_by_itself(
     assert [found.token_ids for found in answers] == single
     for found in answers:
         validate(found.text, PERSON)
+
+
+def test_cache_of_grammars_is_limited_by_their_size(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 of them were kept, however large: of choices of a million characters, 15 GB."""
+    monkeypatch.setattr("cbatch.grammar._MAX_CACHED_CHARS", 1000)
+    grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS])
+    asked = [StructuredOutputsParams(choice=[letter * 200, letter * 199]) for letter in "abcd"]
+    for one in [*asked, asked[2], StructuredOutputsParams(json={"const": "x" * 300})]:
+        grammars.matcher(one, "request")
+    assert [one.choice and one.choice[0][0] for one in grammars._cache] == ["c", None]  # the last that were asked for
+
+
+def test_answers_that_wait_or_have_ended_hold_no_state_of_a_grammar(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Of a choice of 20,000 texts each takes 370 KiB: 4,096 answers to one prompt took 1.5 GB before one had begun."""
+    asked = StructuredOutputsParams(choice=[f"option {i}" for i in range(2000)])
+    model = CountingModel(VOCAB_SIZE, eos=(EOS,))
+    model.gate.clear()
+    with start(model, tokenizer, model_impl="auto", max_num_seqs=3, enforce_eager=True) as engine:
+        handle = engine.submit([5], SamplingParams(n=40, structured_outputs=asked))
+        rows = [child.held for child in handle.children]
+        assert all(row is not None and row.matcher is None for row in rows)
+        model.gate.set()
+        assert {answer.text[:7] for answer in handle.result(60).outputs} == {"option "}
+        assert all(child.held is None for child in handle.children)
 
 
 @everywhere
