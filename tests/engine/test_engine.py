@@ -33,10 +33,9 @@ from cbatch.errors import (
 from cbatch.intake import Draft
 from cbatch.request import RequestHandle, Wakers
 from cbatch.sampling_params import BeamSearchParams, SamplingParams
-from tests.api.programs import wait_until
 from tests.counting import CountingModel, counted
 from tests.models.families import make_tiny
-from tests.waiting import settle, tokens
+from tests.waiting import settle, tokens, wait_until
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -420,7 +420,7 @@ def test_mask_of_a_long_text_costs_no_more_than_that_of_a_short_one(
     """At each token llguidance collected all the text that must follow and had the tokenizer encode it: a choice of
     100,000 characters took 25 to 450 ms a token, on the engine's thread, and so of every other request's tokens too."""
     grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS])
-    matcher = grammars.matcher(StructuredOutputsParams(**fields), "request").deep_copy()
+    matcher = grammars.matcher(StructuredOutputsParams(**fields)).deep_copy()
     mask = np.empty((1, grammars.num_words), np.int32)
     times = []
     for token in tokenizer.encode('"' * ("json" in fields) + LONG[:200], add_special_tokens=False):
@@ -821,7 +821,7 @@ def test_cache_of_grammars_is_limited_by_their_size(
     grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS])
     asked = [StructuredOutputsParams(choice=[letter * 200, letter * 199]) for letter in "abcd"]
     for one in [*asked, asked[2], StructuredOutputsParams(json={"const": "x" * 300})]:
-        grammars.matcher(one, "request")
+        grammars.matcher(one)
     assert [one.choice and one.choice[0][0] for one in grammars._cache] == ["c", None]  # the last that were asked for
 
 
