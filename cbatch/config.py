@@ -122,6 +122,7 @@ class EngineConfig:
         seed: seeds requests that have no seed.
         device, dtype, load_format, trust_remote_code: how a model given by name is loaded. ``device`` is ``"cpu"``,
             ``"cuda"`` or ``"cuda:N"``; None: the GPU if there is one.
+        skip_tokenizer_init: load no tokenizer with it: prompts and answers are token ids.
 
     Raises:
         ConfigError: an option is out of range, or two contradict each other.
@@ -148,6 +149,7 @@ class EngineConfig:
     enforce_eager: bool = False
     seed: int = 0
     trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -168,7 +170,7 @@ class EngineConfig:
                 f"num_blocks is {self.num_blocks}, but a pool of so many blocks of {self.block_size} tokens does not "
                 "fit into 32-bit slot numbers"
             )
-        for name in ("enforce_eager", "trust_remote_code"):
+        for name in ("enforce_eager", "trust_remote_code", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {short(getattr(self, name))}, but must be True or False")
         caching = self.enable_prefix_caching

@@ -186,9 +186,9 @@ class Intake:
         prompt: NDArray[np.int32],
         params: SamplingParams | BeamSearchParams,
         *,
-        priority: int,
-        cache_salt: str | None,
-        timeout_s: float | None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> Common:
         limits = self._limits
         return Common(

@@ -115,9 +115,14 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], trust_remote_code: bool
         tokenizers = getattr(transformers, named) if named else transformers.AutoTokenizer
         tokenizer = tokenizers.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=local_only)
     except Exception as error:  # of any type: for a broken file, tokenizers raises a bare Exception
-        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}. {_words(error)}") from error
+        raise ModelNotFoundError(
+            f"no tokenizer for {name!r} (skip_tokenizer_init=True needs none): tried {_tried(path)}. {_words(error)}"
+        ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # several classes load without any file
-        raise ModelNotFoundError(f"no tokenizer for {name!r}: tried {_tried(path)}, where no vocabulary is")
+        raise ModelNotFoundError(
+            f"no tokenizer for {name!r} (skip_tokenizer_init=True needs none): tried {_tried(path)}, where no "
+            "vocabulary is"
+        )
     return tokenizer
 
 

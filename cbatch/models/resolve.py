@@ -22,6 +22,8 @@ def resolve_model(model: Any, tokenizer: Any, config: EngineConfig) -> tuple[Mod
     Raises ConfigError, ModelNotFoundError or UnsupportedModelError.
     """
     check_tokenizer(tokenizer)
+    if tokenizer is not None and config.skip_tokenizer_init:
+        raise ConfigError("skip_tokenizer_init is True, but a tokenizer is given")
     named = isinstance(model, (str, PathLike))
     if config.load_format != "auto" and not named:
         raise ConfigError(f"load_format is {config.load_format!r}, but the model is in memory already")
@@ -51,7 +53,7 @@ def _by_name(name: str | PathLike[str], tokenizer: Any, config: EngineConfig) ->
         seed=config.seed,
         model_impl=config.model_impl,
     )
-    if tokenizer is None and config.load_format != "dummy":
+    if tokenizer is None and config.load_format != "dummy" and not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
     return model, tokenizer
 

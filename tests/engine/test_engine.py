@@ -402,6 +402,15 @@ def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pyte
     assert not engine.is_healthy
 
 
+def test_a_draft_has_the_defaults_of_submit_and_leaves_nothing_if_it_is_dropped(counting_engine: Start) -> None:
+    """Without its three options it failed with a TypeError about a method inside."""
+    engine = counting_engine()
+    engine.draft([2], greedy(8), None)
+    handle = engine.enter(engine.draft([1], greedy(8), "x"), "x")
+    assert tokens(handle) == counted(1, 8)
+    settle(engine)
+
+
 @pytest.mark.parametrize("where", ["enter", "_ring"])
 def test_ctrl_c_while_it_is_queued_leaves_nothing_of_a_request(
     counting_engine: Start, monkeypatch: pytest.MonkeyPatch, where: str

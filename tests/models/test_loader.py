@@ -7,6 +7,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from cbatch import LLM, SamplingParams
 from cbatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cbatch.models import loader
 from cbatch.models.loader import load_model, load_tokenizer, shape_names
@@ -105,6 +106,17 @@ def test_what_is_not_there_is_named(tmp_path, folder):
         load_model(tmp_path, load_format="dummy")
     with pytest.raises(ModelNotFoundError, match="no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids_if_asked_to(folder):
+    """It was refused, and nothing said how to serve it."""
+    with pytest.raises(ModelNotFoundError, match="skip_tokenizer_init=True"):
+        LLM(folder, num_blocks=8)
+    with pytest.raises(ConfigError, match="skip_tokenizer_init is True, but a tokenizer is given"):
+        LLM(folder, folder, skip_tokenizer_init=True)
+    with LLM(folder, num_blocks=8, device="cpu", skip_tokenizer_init=True) as llm:
+        answer = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0]
+        assert (len(answer.token_ids), answer.text, llm.get_tokenizer()) == (2, "", None)
 
 
 def test_an_empty_name_is_no_folder():
