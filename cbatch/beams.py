@@ -56,15 +56,14 @@ class BeamHandle(WholeHandle):
         self.search = search
         self._found: list[Hypothesis] | None = None
 
-    def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> int:
-        """The end, for the delivery thread; dropped if the request was aborted meanwhile. Returns how many tokens
-        its answers have.
-        """
+    def finish(self, found: list[Hypothesis], now: float, wakers: Wakers) -> None:
+        """The end, for the delivery thread; dropped if the request was aborted meanwhile."""
         with self._lock:
             if self.finished:
-                return 0
+                return
             if found:
                 self._found = found
+                wakers.num_taken += sum(len(one.token_ids) for one in found)
                 self.metrics.first_token_time = now
                 self._end(found[0].finish_reason, None, None, now, aborted=False)
             else:
@@ -73,7 +72,6 @@ class BeamHandle(WholeHandle):
                 )
                 self._end(None, None, error, now, aborted=False)
             self._wake(wakers)
-        return sum(len(one.token_ids) for one in found)
 
     def _answers(self) -> list[CompletionOutput]:
         with self._lock:

@@ -38,10 +38,15 @@ class Delivery:
     def __init__(self, vocab_size: int, failed: Callable[[BaseException], None]) -> None:
         """``failed`` is called if an exception ends the thread, which would leave all consumers waiting."""
         self._vocab_size, self._failed = vocab_size, failed
-        self.num_given = 0  # tokens that requests took
-        self.num_dropped = 0  # that landed behind a request's end: a stop string, an abort, an error
+        self.num_dropped = 0  # tokens that landed behind a request's end: a stop string, an abort, an error
+        self._wakers = Wakers()
         self._outbox: queue.SimpleQueue[tuple[Results, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_out, name=f"{THREAD_PREFIX}delivery", daemon=True)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that requests took."""
+        return self._wakers.num_taken
 
     def start(self) -> None:
         self._thread.start()
@@ -52,37 +57,38 @@ class Delivery:
     def close(self) -> None:
         """Wait until everything has been delivered."""
         self._outbox.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:  # its start may have failed
+            self._thread.join()
 
     def _hand_out(self) -> None:
-        wakers = Wakers()
         try:
-            while (batch := self._next_batch(wakers)) is not None:
-                self._push(*batch, wakers)
+            while (batch := self._next_batch()) is not None:
+                self._push(*batch)
                 del batch
         except BaseException as error:
             self._failed(error)
         finally:
-            wakers.flush()
+            self._wakers.flush()
 
-    def _next_batch(self, wakers: Wakers) -> tuple[Results, float] | None:
+    def _next_batch(self) -> tuple[Results, float] | None:
         """Wait for the next results, and meanwhile wake consumers at ``Wakers``' rate."""
         while True:
             try:
-                return self._outbox.get(timeout=0.004 if wakers.threads else None)
+                return self._outbox.get(timeout=0.004 if self._wakers.threads else None)
             except queue.Empty:
-                wakers.wake()
+                self._wakers.wake()
 
-    def _push(self, results: Results, now: float, wakers: Wakers) -> None:
+    def _push(self, results: Results, now: float) -> None:
+        wakers = self._wakers
         for owner, records in results.prompts:  # first: they must be there when the first token is read
             owner.add(records)
         for search, found in results.beams:
-            self.num_given += search.finish(found, now, wakers)
+            search.finish(found, now, wakers)
         for failed, error in results.failed:
             failed.fail(error, aborted=True)
         landed = results.landed
         ends = {id(finish.sequence): finish for finish in landed.finished}
-        num_given = 0
+        before = wakers.num_taken
         for row, (sequence, token) in enumerate(zip(landed.sequences.tolist(), landed.tokens.tolist(), strict=True)):
             handle: RequestHandle = sequence.payload
             if not token and (allowed := handle.params.allowed_token_ids) is not None and 0 not in allowed:
@@ -97,10 +103,8 @@ class Delivery:
             if finish := ends.get(id(sequence)):
                 # vLLM's rule: stop_reason is the entry of stop_token_ids, and None for the model's end of sequence.
                 reason = finish.stop_token_id if finish.stop_token_id in handle.params.stop_token_ids else None
-                given = handle.push(token, now, finish.reason, reason, wakers, own)
+                handle.push(token, now, finish.reason, reason, wakers, own)
             else:
-                given = handle.push(token, now, None, None, wakers, own)
-            num_given += given
-        self.num_given += num_given
-        self.num_dropped += landed.tokens.size - num_given
+                handle.push(token, now, None, None, wakers, own)
+        self.num_dropped += landed.tokens.size - (wakers.num_taken - before)
         wakers.wake()

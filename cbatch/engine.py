@@ -386,8 +386,8 @@ class Engine:
             self._ring()
 
     def _main(self) -> None:
-        self._delivery.start()
         try:
+            self._delivery.start()
             self.run()
         except BaseException as error:
             _log.error("the engine's loop failed", exc_info=error)
@@ -561,10 +561,10 @@ class Engine:
         ``activity_pct`` is the share of time with work at hand that the device spent inside steps: the GPU's where
         ``activity_kind`` is ``"gpu"``, the compute thread's where it is ``"cpu_lane"``. Of ``num_asked_tokens`` of
         prompts that have started, ``num_hit_tokens`` were in the prefix cache. ``num_output_tokens`` are those that
-        requests got; what was sampled behind a request's end, or is void after a preemption, is ``num_wasted_rows``.
-        ``num_cached_blocks`` of the free ones hold a prefix. ``num_preemptions``, and the ``num_blocks_out`` that went
-        to the ``swap_space`` and ``num_blocks_in`` that came back, count since the start. Of a closed engine nothing
-        runs or waits.
+        requests got, among them all that were read; what was sampled behind a request's end, or is void after a
+        preemption, is ``num_wasted_rows``. ``num_cached_blocks`` of the free ones hold a prefix. ``num_preemptions``,
+        and the ``num_blocks_out`` that went to the ``swap_space`` and ``num_blocks_in`` that came back, count since the
+        start. Of a closed engine nothing runs or waits.
         """
         scheduler, delivery, lives = self.scheduler, self._delivery, self._thread.is_alive()
         num_new = sum(order == "add" for order, _ in list(self._inbox))

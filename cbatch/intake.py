@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cbatch.beam_search import BeamSearch
 from cbatch.beams import BeamHandle, beam_sequence
 from cbatch.detokenizer import TextUntilStop
-from cbatch.errors import InvalidRequestError, named, short
+from cbatch.errors import CBatchError, InvalidRequestError, named, short
 from cbatch.grammar import Grammars
 from cbatch.held import HeldRow
 from cbatch.limits import Limits
@@ -142,6 +142,7 @@ class Intake:
         """``options`` are those of ``Engine.submit``."""
         with _naming(request_id):
             prompt = self._limits.prompt(prompt_token_ids)
+            prompt_ids: list[int] = prompt.tolist()
             params = self.default_sampling_params if params is None else self._limits.params(params)
             common = self._common(prompt, params, **options)
             bad_words = bad_word_ids(self.tokenizer, params.bad_words) if params.bad_words else {}
@@ -149,13 +150,14 @@ class Intake:
             banned = self._limits.bans(params, bad_words, stop_ids)
             asked = params.structured_outputs
             matcher = None if asked is None else self._grammars.matcher(asked)
+            answers = range(params.n)
+            texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in answers]
         seed = params.seed
         if seed is None:
             with self._lock:
                 seed = int(self._seeds.integers(2**64, dtype=np.uint64))
         first = encode(params, seed, prompt_len=len(prompt), stop_ids=stop_ids, bad_word_ids=banned)
-        encoded = [first.with_seed(seed + i) for i in range(params.n)]
-        prompt_ids: list[int] = prompt.tolist()
+        encoded = [first.with_seed(seed + i) for i in answers]
         held: HeldRow | None = None
         if first.flags & HELD:
             held = HeldRow(
@@ -167,7 +169,6 @@ class Intake:
                 bad_word_ids=banned,
             )
         rows = [held and held.copy() for _ in encoded]
-        texts = [TextUntilStop(self.tokenizer, prompt_ids, params) if params.stop else None for _ in encoded]
         return Draft(self, common, params, prompt_ids, stop_ids, encoded, rows, texts)
 
     def beam_search(
@@ -207,6 +208,6 @@ def _naming(request_id: str | None) -> Iterator[None]:
         raise InvalidRequestError(f"request_id is {short(request_id)}, but must be a string")
     try:
         yield
-    except InvalidRequestError as error:
+    except CBatchError as error:
         error.args = (f"{named(request_id)}: {error}",)
         raise

@@ -267,12 +267,13 @@ class RequestHandle:
         stop_reason: int | str | None,
         wakers: Wakers,
         logprobs: TokenLogprobs | None = None,
-    ) -> bool:
-        """Append a token, and end the request if ``finish_reason`` is given. False, and nothing done, after the end."""
+    ) -> None:
+        """Append a token, and end the request if ``finish_reason`` is given. Ignored after the end."""
         with self._lock:
             if self.finished:
-                return False
+                return
             self._token_ids.append(token)
+            wakers.num_taken += 1  # under the lock: who has read a token finds it counted
             if logprobs is not None:
                 self._logprobs.append(logprobs)
             urgent = self.metrics.first_token_time is None
@@ -283,7 +284,6 @@ class RequestHandle:
             if finish_reason is not None and not self.finished:
                 self._end(finish_reason, stop_reason, None, now, aborted=False)
             self._wake(wakers, urgent)
-        return True
 
     def _look_for_stop(self, text: TextUntilStop, token: int, now: float, finish_reason: str | None) -> None:
         """End the request if this token completes a stop string, or if the tokenizer fails on it.
@@ -484,6 +484,7 @@ class Wakers:
     RATE, BURST = 4000.0, 16.0
 
     def __init__(self) -> None:
+        self.num_taken = 0  # tokens that requests took
         self.urgent: list[threading.Lock] = []
         self.threads: deque[threading.Lock] = deque()
         self._allowance, self._last = self.BURST, 0.0

@@ -24,7 +24,7 @@ _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1  # a signed 64-bit integer, as in tor
 MAX_CHARS = 100_000
 MAX_CHOICE_CHARS = 1_000_000  # together; 0.8 s
 MAX_IDS = 500_000  # of a list: 0.2 s; no vocabulary has so many
-_MAX_PROCESSORS = 1000  # 30 ms to look at their arguments
+MAX_PROCESSORS = 1000  # 30 ms to look at their arguments
 MAX_BIAS = 100.0  # OpenAI's, which vLLM clamps to
 
 Check = Callable[[str, Any], Any]
@@ -269,8 +269,8 @@ def processors(name: str, value: Any) -> tuple[Callable[..., Any], ...] | None:
         return None
     if not isinstance(value, (tuple, list)):
         raise InvalidRequestError(f"{name}={short(value)} must be a list of functions, not {type(value).__name__}")
-    if len(value) > _MAX_PROCESSORS:
-        raise InvalidRequestError(f"{name} has {len(value)} functions, but the limit is {_MAX_PROCESSORS}")
+    if len(value) > MAX_PROCESSORS:
+        raise InvalidRequestError(f"{name} has {len(value)} functions, but the limit is {MAX_PROCESSORS}")
     for item in value:
         if not callable(item):
             raise InvalidRequestError(f"{name} holds {short(item)}, which is no function")

@@ -164,7 +164,7 @@ class SamplingParams:
     )
     stop_token_ids: Sequence[int] = _field(
         (),
-        "a list of token ids",
+        f"a list of token ids, {check.MAX_IDS:,} at most",
         "Further tokens that end an answer. The last token is in `token_ids`, but in `text` only with "
         "`include_stop_str_in_output`.",
     )
@@ -187,7 +187,9 @@ class SamplingParams:
         "token is impossible if the answer ends with the others.",
     )
     allowed_token_ids: Sequence[int] | None = _field(
-        None, "a list of token ids, not empty; None for all", "All other tokens are impossible."
+        None,
+        f"a list of token ids, not empty, {check.MAX_IDS:,} at most; None for all",
+        "All other tokens are impossible.",
     )
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _field(
         (),
@@ -210,7 +212,7 @@ class SamplingParams:
     )
     logits_processors: Sequence[LogitsProcessor] | None = _field(
         None,
-        "functions of 2 or 3 arguments; None for none",
+        f"functions of 2 or 3 arguments, {check.MAX_PROCESSORS:,} at most; None for none",
         "Each gets the answer's token ids and the next token's logits, a float32 tensor `[vocab_size]` on the model's "
         "device that it may change in place; with three arguments, the prompt's token ids come first. It returns the "
         "new logits. Processors run before all other parameters, in the engine's threads. One that raises, returns "

@@ -24,8 +24,14 @@ def tokens(handle: RequestHandle) -> list[int]:
 
 def settle(engine: Engine) -> None:
     """Until nothing runs or waits, and every step has landed; then everything must have been given back."""
-    wait_until(lambda: not (engine.scheduler.has_work or engine._in_flight or engine._inbox or engine._live))
-    time.sleep(0.05)  # a step that was taken off the list may be landing still
+
+    def is_idle() -> bool:
+        works = engine.scheduler.has_work or engine._in_flight or engine._inbox or engine._live
+        # A step that was taken off the list may be landing still. The loop forgets its end as it falls asleep.
+        return not works and (engine._lane._last_end is None or not engine._thread.is_alive())
+
+    wait_until(is_idle)
+    time.sleep(0.02)  # for the delivery of what nobody waits for
     stats = engine.stats()
     assert stats["num_free_blocks"] == stats["num_blocks"] and not engine._beams and not len(engine._backlog)
     engine.scheduler.check()

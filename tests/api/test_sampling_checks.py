@@ -230,7 +230,7 @@ MANY = 3_000_000
 def test_value_of_millions_is_refused_at_once(name, value, message):
     """A server's event loop makes these: each number cost a check, and the message was written out whole before it was
     cut. 10 million took 4 s."""
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**{name: value})
-    assert time.perf_counter() - begin < 0.9  # 0.15 s at most
+    assert time.thread_time() - begin < 0.9  # 0.15 s at most

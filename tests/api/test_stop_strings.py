@@ -382,6 +382,14 @@ async def test_tokenizer_that_raises_is_one_error_whoever_decodes(more):
     llm.engine.scheduler.check()
 
 
+def test_tokenizer_that_fails_on_the_prompt_refuses_the_request_by_its_id():
+    """Text behind a prompt begins with a look at its end; that error alone named no request."""
+    with Engine(CountingModel(len(TOKENIZER)), EngineConfig(**options()), Broken()) as engine:
+        with pytest.raises(CBatchError, match=r"^request x: the tokenizer failed: ValueError: no exclamations"):
+            engine.submit(letters("a!"), greedy("y"), "x")
+        assert not engine._live and engine.is_healthy
+
+
 def test_tokenizer_that_makes_no_text_fails_its_own_request_alone():
     class Wordless(Broken):
         def decode(self, ids, **kwargs):

@@ -368,6 +368,7 @@ def test_failure_anywhere_in_the_loop_reaches_everyone(
         engine.submit([3], greedy(110, logits_processors=[lambda ids, logits: logits])),
         engine.submit_beam_search([4], BeamSearchParams(2, 110)),
     ]
+    wait_until(lambda: engine._num_launched == 2)  # the loop stands still: it must not fail before all are there
     *path, name = place.split(".")
     owner: Any = engine if not path else getattr(engine, path[0])
     works = getattr(owner, name)
@@ -400,6 +401,47 @@ def test_failing_delivery_is_heard_too(counting_engine: Start, monkeypatch: pyte
     with pytest.raises(EngineDeadError, match="delivery failed"):
         engine.submit([1], greedy(50)).result(10)
     assert not engine.is_healthy
+
+
+def test_engine_without_a_thread_for_its_delivery_says_so(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives no more threads, the loop's own ended without a word, and requests waited for ever."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "cbatch-delivery":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    engine = counting_engine()
+    with pytest.raises(EngineDeadError, match="can't start new thread"):
+        engine.submit([1], greedy()).result(10)
+    engine.close()
+
+
+def test_tokens_that_were_read_are_counted_and_not_again_after_a_reset(
+    counting_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were counted when the whole step had been handed out, and whoever reads its first row does not wait for that."""
+    engine = counting_engine()
+    push, go_on = RequestHandle.push, threading.Event()
+
+    def slow(handle: RequestHandle, *args: Any) -> None:
+        push(handle, *args)
+        if handle.finished:
+            go_on.wait(10)
+
+    monkeypatch.setattr(RequestHandle, "push", slow)
+    handle = engine.submit([1], greedy(3))
+    wait_until(lambda: handle.finished)
+    assert len(tokens(handle)) == engine.stats()["num_output_tokens"] == 3
+    engine.reset_stats()
+    go_on.set()
+    settle(engine)
+    stats = engine.stats()
+    assert stats["num_output_tokens"] == stats["num_wasted_rows"] == 0
 
 
 def test_a_draft_has_the_defaults_of_submit_and_leaves_nothing_if_it_is_dropped(counting_engine: Start) -> None:
