@@ -424,7 +424,7 @@ def test_engine_without_a_thread_for_its_delivery_says_so(
 def test_tokens_that_were_read_are_counted_and_not_again_after_a_reset(
     counting_engine: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were counted when the whole step had been handed out, and whoever reads its first row does not wait for that."""
+    """They were counted when the whole step had been handed out, for which a reader of its first row does not wait."""
     engine = counting_engine()
     push, go_on = RequestHandle.push, threading.Event()
 
