@@ -233,11 +233,26 @@ async def test_error_of_one_answer_comes_before_the_others_have_ended(failing):
             await asyncio.sleep(0.001)
         children = llm.engine._live["x"].children
         children[failing].fail(CBatchError("a failure"), aborted=True)
-        with pytest.raises(CBatchError, match="a failure"):
-            await asyncio.wait_for(task, 5)
-        assert all(child.finished and not child._async_result_waiters for child in children)  # the others by abort
-        model.gate.set()
+        try:
+            with pytest.raises(CBatchError, match="a failure"):
+                await asyncio.wait_for(task, 5)
+            assert all(child.finished and not child._async_result_waiters for child in children)  # the others by abort
+        finally:
+            model.gate.set()
         await asyncio.to_thread(settle, llm.engine)
+
+
+async def test_final_output_of_a_thousand_answers_leaves_the_loop_to_others(engine):
+    """It began to wait for each of them at once: 16,384 held up every other stream for 0.6 s."""
+    engine.model.gate.clear()
+    handle = engine.submit([7], several(1000, 2))
+    waiting = asyncio.create_task(handle.aresult())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    begun = sum(bool(child._async_result_waiters) for child in handle.children)
+    engine.model.gate.set()
+    assert 0 < begun <= 128
+    assert len((await waiting).outputs) == 1000
 
 
 async def test_leaving_a_stream_of_several_aborts_them_all():

@@ -832,9 +832,9 @@ def test_answers_that_wait_or_have_ended_hold_no_state_of_a_grammar(tokenizer: P
     model.gate.clear()
     with start(model, tokenizer, model_impl="auto", max_num_seqs=3, enforce_eager=True) as engine:
         handle = engine.submit([5], SamplingParams(n=40, structured_outputs=asked))
-        rows = [child.held for child in handle.children]
-        assert all(row is not None and row.matcher is None for row in rows)
+        wait = [row is not None and row.matcher is None for row in (child.held for child in handle.children)]
         model.gate.set()
+        assert all(wait)
         assert {answer.text[:7] for answer in handle.result(60).outputs} == {"option "}
         assert all(child.held is None for child in handle.children)
 
