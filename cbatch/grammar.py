@@ -23,12 +23,12 @@ from cbatch.tokenizer import lock_of
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-_MAX_CACHED = 256  # grammars; each takes some KiB to some MiB,
-_MAX_CACHED_CHARS = 2_000_000  # and the largest 60 bytes a character
+_MAX_CACHED = 256  # grammars; most take some KiB
+_MAX_CACHED_CHARS = 2_000_000  # of them together; the largest take 60 bytes a character
 _MAX_MESSAGE = 500  # characters of an error of llguidance's; it quotes lines of the grammar, which may be long
 # In every grammar; the last setting wins. Where only one text can follow, llguidance would compute all of it at each
-# token: 25 ms for 100,000 characters, for ever for a rule such as `a: /x+/ a`. It would then allow only the tokenizer's
-# encoding of it, which may be a special token, which the grammar rejects.
+# token: 25 to 600 ms for 100,000 characters, for ever for a rule such as `a: /x+/ a`. It would then allow only the
+# tokenizer's encoding of it, which may be a special token, which the grammar rejects.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 # llguidance's compiler calls itself for each rule or definition that another one leads to, and where the stack ends, so

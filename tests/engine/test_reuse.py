@@ -143,7 +143,7 @@ def test_slot_and_blocks_pass_on_while_the_step_that_reads_them_stands_still(
             ahead = next(numbers) + engine.depth - 1
             if device == "cuda":
                 torch.cuda._sleep(2_000_000)  # about 1 ms, in which the next steps are planned
-            latest = time.monotonic() + 2
+            latest = time.monotonic() + 10
             while device == "cpu" and engine._num_launched < ahead and engine.scheduler.has_work:
                 assert time.monotonic() < latest, "nothing is planned while a step runs"
                 time.sleep(0.0001)
