@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.buffers import DeviceBatch, IOBuffer, Landing, round_up
 from cbatch.memory import ran_out
+from cbatch.models.base import Model
 from cbatch.models.decoder import Decoder
 from cbatch.runner import Runner
 from cbatch.sampler import FILTERED, HELD, LOGPROBS, PROCESSED, RANDOM, Edit, drawing, edited
@@ -125,7 +126,7 @@ class GraphSet:
         limit = Bucket(buckets.max_num_tokens, buckets.max_num_seqs)
         self._runner, self._shape, self._max_context_len = runner, shape, max_context_len
         model = runner.model
-        self._rehearsed = model.shallow() if isinstance(model, Decoder) else model
+        rehearsed = model.shallow() if isinstance(model, Decoder) else model
         caller = torch.cuda.current_stream(device)  # zeroes the tensors below; ``stream`` waits for that
         self._slab = torch.zeros(layout(shape, limit)[1], dtype=torch.int32, device=device)
         self._landing = Landing(buckets.max_num_seqs, device)
@@ -137,7 +138,7 @@ class GraphSet:
             stream.wait_stream(caller)
             sizes = [free]
             for bucket in buckets.all():
-                self._graphs[bucket] = self._capture(bucket)
+                self._graphs[bucket] = self._capture(bucket, rehearsed)
                 sizes.append(torch.cuda.mem_get_info(device)[0])
             # What one more bucket costs: the first ones fill the pool, the later ones find their memory in it.
             self.bytes_per_bucket = float(np.median(-np.diff(sizes)))
@@ -169,7 +170,8 @@ class GraphSet:
             graphs.logprobs.replay()
         io.d2h[1].copy_(graphs.landing[io.lands_logprobs])
 
-    def _capture(self, bucket: Bucket) -> _BucketGraphs:
+    def _capture(self, bucket: Bucket, rehearsed: Model) -> _BucketGraphs:
+        """``rehearsed`` runs before the runner's model is captured: it launches the same kernels."""
         batch = DeviceBatch(self._slab, self._shape, bucket)
         decode = bucket.num_tokens == bucket.num_rows
         sizes = StepSizes(
@@ -185,7 +187,7 @@ class GraphSet:
 
         landing = self._landing
         step = partial(self._runner.step, batch, sizes, landing, 0)
-        graph, logits = self._record(step, rehearsal=partial(step, model=self._rehearsed))
+        graph, logits = self._record(step, rehearsal=partial(step, model=rehearsed))
         # The graphs below are replayed right behind the step's, before anything overwrites its logits. ``logits`` stays
         # alive until they are captured, so that none of them gets its memory.
         redraw = {}
